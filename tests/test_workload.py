@@ -180,6 +180,7 @@ class TestLeaves:
             (Pair([1], Pair(2)), [".left[0]", ".right.left"]),
             (UserDict(a=1), [".a"]),
             ({"z": torch.distributions.Normal(torch.zeros(2), torch.ones(2))}, [".z.loc", ".z.scale"]),
+            (SimpleNamespace(store=UserDict(x=torch.zeros(2), n=3), tensor=torch.ones(2)), [".store.x", ".tensor"]),
             (torch.nn.Linear(2, 2), ["output"]),
             ("text", ["output"]),
         ],
@@ -554,10 +555,10 @@ def test_tensors_are_changed_wherever_they_lie_and_the_tree_is_left_alone() -> N
     one = torch.ones(2)
     tree = {"a": (one, [one, "text"]), "b": Pair(one, {"c": Point(one, 3)}), "d": None, "e": OrderedDict(f=one)}
     tree["g"] = UserDict(h=one)  # as tokenizers of transformers return
-    tree["i"] = SimpleNamespace(tensor=one, others=[one])
+    tree["i"] = SimpleNamespace(tensor=one, others=[one], store={"j": UserDict(k=one)})  # as graphs
     changed = map_tensors(lambda tensor: tensor * 2, tree)
     doubled = [leaf for _, leaf in leaves(changed) if isinstance(leaf, torch.Tensor)]
-    assert len(doubled) == 7
+    assert len(doubled) == 8
     assert all(torch.equal(leaf, torch.full((2,), 2.0)) for leaf in doubled)
     assert isinstance(changed["b"], Pair)
     assert isinstance(changed["b"].right["c"], Point)

@@ -405,6 +405,8 @@ def test_what_is_wrong_with_a_model_is_one_line(body: str, inputs: str, words: s
     ("body", "inputs", "model"),
     [
         ("return self.layer(x.mul_(2))", "[torch.randn(4, 3), torch.randn(4, 3)]", "Net()"),  # writes into its input
+        ("return self.layer(x.pop('x'))", "[({'x': torch.randn(4, 3)},)]", "Net()"),
+        ("x.x = self.layer(x.x); return x.x", "[types.SimpleNamespace(x=torch.randn(4, 3))]", "Net()"),
         ("return self.lazy(x)", "[torch.randn(4, 3)]", "Net()"),
         ("self.mean = (self.mean + x.mean()) / 2; return self.layer(x) + self.mean", "[torch.ones(4, 3)]", "Net()"),
         ("self.step = getattr(self, 'step', 0) + 1; return self.layer(x) * self.step", "[torch.ones(4, 3)]", "Net()"),
@@ -507,7 +509,7 @@ def _module(folder: Path, body: str, inputs: str, model: str = "Net()") -> Targe
     return _write(
         folder,
         f"""
-        import torch
+        import torch, types
         class Net(torch.nn.Module):
             def __init__(self):
                 super().__init__()

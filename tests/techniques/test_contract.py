@@ -468,11 +468,24 @@ def workload():
 """
 
 
-def test_a_script_takes_batches_out_of_a_loader(tmp_path, capsys, monkeypatch):
+TAKES_OUT = """
+import torch
+
+def workload():
+    batch, call = ({"x": torch.rand(4, 3)},), lambda model, batch: model(batch.pop("x"))
+    return {"model": torch.nn.Linear(3, 2), "inputs": [batch], "call": call}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "facts"),
+    [(LOADS, Facts(training=True)), (TAKES_OUT, Facts(training=True, custom_call=True, changes_inputs=True))],
+)
+def test_a_script_takes_batches_out_of_a_loader_and_gives_each_call_its_own(text, facts, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setitem(sys.modules, "workload_file", None)  # gone afterwards
-    (tmp_path / "loads.py").write_text(LOADS)
-    text = source(Recipe({"mode": "eval"}), Facts(training=True), target=find_target(str(tmp_path / "loads.py")))
+    (tmp_path / "loads.py").write_text(text)
+    text = source(Recipe({"mode": "eval"}), facts, target=find_target(str(tmp_path / "loads.py")))
     exec(compile(text, "optimized.py", "exec"), {"__name__": "__main__"})
     assert "later calls: " in capsys.readouterr().out
 

@@ -34,7 +34,7 @@ from fettle.machine import measure_peaks
 from fettle.procs.limits import pages_fetched
 from fettle.techniques import probe_facts, unchanged
 from fettle.train import TrainingWorkload
-from fettle.workload import Workload, fresh, tensors
+from fettle.workload import Workload, again, fresh, tensors
 
 _Found = TypeVar("_Found")
 _MANY_PAGES = 64
@@ -51,7 +51,7 @@ def collect(measured: Workload | TrainingWorkload, seconds: float) -> Evidence:
     costs: dict[str, Cost] = {}
 
     def call(batch: Any = workload.inputs[0]) -> Any:
-        return workload.run(model, batch)
+        return workload.run(model, again(batch))
 
     def noted(name: str, look: Callable[[], _Found]) -> _Found:
         started = time.perf_counter()
@@ -130,7 +130,7 @@ def glance(workload: Workload, seconds: float) -> Evidence:
     # A model may write into what it is given, and the reference is computed from these inputs afterwards.
     own = brief(replace(workload, inputs=[fresh(workload.inputs[0])]))
     with unchanged(workload, module), torch.no_grad():
-        plain = timed(lambda: own.run(own.model, own.inputs[0]), device, 0.0, least=2)
+        plain = timed(lambda: own.run(own.model, again(own.inputs[0])), device, 0.0, least=2)
         ops = operations(own, device, calls=1)
     return Evidence(
         facts=probe_facts(workload),

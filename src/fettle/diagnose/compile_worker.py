@@ -16,7 +16,7 @@ from fettle.diagnose.compile_health import CompileHealth
 from fettle.errors import UsageError, first_line
 from fettle.procs.child import Child, ChildError, Request
 from fettle.procs.parent import Parent, be_a_worker
-from fettle.workload import Target, find_target
+from fettle.workload import Target, again, find_target
 
 
 class Compile(Request):
@@ -66,7 +66,7 @@ def _run(request: Compile) -> CompileHealth:
         for number, batch in itertools.product(range(request.rounds), workload.inputs):
             started = time.perf_counter()
             try:
-                workload.run(model, batch)
+                workload.run(model, again(batch))
             except Exception as error:
                 failure.append(first_line(error))
                 break

@@ -35,7 +35,7 @@ from fettle.measure._state import (
 )
 from fettle.structure import structure
 from fettle.techniques import Notes, keep_converted, load, probe_facts, state_kept
-from fettle.workload import Workload, fingerprint, fresh, map_tensors, rows_of, switches, tensors
+from fettle.workload import Workload, again, fingerprint, fresh, map_tensors, rows_of, switches, tensors
 
 
 def build(state: State, request: messages.Build) -> messages.Built:
@@ -144,8 +144,9 @@ def prepare(state: State, request: messages.Prepare) -> messages.Prepared:
 
 
 def _own_generators(batch: Any) -> Any:
-    """The batch with copies of its generators: each call draws what the reference's call of it drew."""
-    return map_tensors(torch.Generator.clone_state, batch, torch.Generator)
+    """The batch in containers of its own, with copies of its generators: each call draws what the reference's call
+    of it drew."""
+    return map_tensors(torch.Generator.clone_state, again(batch), torch.Generator)
 
 
 def with_check(workload: Any) -> Any:

@@ -31,7 +31,7 @@ from fettle.measure.messages import Examine, Examined, MeasurePeaks, Peaks, Prep
 from fettle.procs.forks import Imports, imports
 from fettle.procs.limits import pages_fetched, resident_bytes
 from fettle.techniques import Notes, state_kept
-from fettle.workload import device_of, leaves, spread, tensors
+from fettle.workload import again, device_of, leaves, spread, tensors
 
 
 @dataclass
@@ -208,7 +208,7 @@ def one_sample(state: State) -> int:
         if total:  # of the waiting only the timed part's share is taken out of it
             state.group = max(1, round(len(group) * (time.perf_counter_ns() - began) / total))
         return slowest(total // len(group))
-    for batch in group:
+    for batch in map(again, group):
         total += state.clock.time_ns(lambda batch=batch: call(state.run, batch))
     return slowest(total // len(group))
 

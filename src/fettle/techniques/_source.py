@@ -75,8 +75,9 @@ if __name__ == "__main__":
 {ranks}    torch.manual_seed(0)
     model, batches, call = load()
     run = optimize(model, batches[:{calibration}]{call})
-    (args, kwargs), times = spread(batches[0]), []
+    times = []
     while {going}
+        args, kwargs = spread({given})
         start = time.perf_counter()
         run(*args, **kwargs)
 {wait}        times.append(time.perf_counter() - start)
@@ -106,7 +107,8 @@ def source(
         main, use = LOOP_MAIN, LOOP_USE
     else:
         title, ranks = _over_ranks(heading or f"Optimised for inference: {recipe}.", recipe, facts)
-        lines = _functions(recipe, facts, title, Code(helpers=(spread,) if target is not None else ()))
+        used = () if target is None else (spread, map_tensors) if facts.changes_inputs else (spread,)
+        lines = _functions(recipe, facts, title, Code(helpers=used))
         main, use = _MAIN, _USE.format(call=_call(facts))
     if target is not None:
         going = "len(times) < 2 or (len(times) < 50 and sum(times[1:]) < 1):  # about a second after the first"
@@ -116,7 +118,8 @@ def source(
             main.format(
                 made=_lines_that_make(target), calibration=max(1, calibration), call=_call(facts), most=FROM_LOADER,
                 wait="" if facts.device == "cpu" else "        torch.accelerator.synchronize()\n", ranks=ranks,
-                going=going, samples=facts.samples * batch_factor(recipe),
+                given="map_tensors(torch.clone, batches[0])" if facts.changes_inputs else "batches[0]", going=going,
+                samples=facts.samples * batch_factor(recipe),
             )
         ]  # fmt: skip
     elif heading:

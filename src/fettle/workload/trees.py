@@ -27,7 +27,8 @@ def spread(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Every leaf of a pytree with its path; dataclasses, mappings and sequences are branches, None is skipped. Of any
-    other object, such as a distribution, the leaves are the tensors among its attributes, where it has some."""
+    other object, such as a distribution or a graph, the leaves are the tensors among its attributes and in mappings
+    among them, where it has some."""
     if tree is None:
         return
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type) and not isinstance(tree, Mapping):
@@ -42,9 +43,11 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     else:
         import torch
 
-        is_leaf = callable(tree) or isinstance(tree, torch.Tensor)
+        is_leaf = isinstance(tree, (type, torch.nn.Module, torch.Tensor))
         held = {} if is_leaf else getattr(tree, "__dict__", {})
-        inside = [(f"{path}.{name}", value) for name, value in held.items() if isinstance(value, torch.Tensor)]
+        kinds = (torch.Tensor, Mapping)
+        every = (leaves(one, f"{path}.{name}") for name, one in held.items() if isinstance(one, kinds))
+        inside = [leaf for found in every for leaf in found if isinstance(leaf[1], torch.Tensor)]
         yield from inside or [(path or "output", tree)]
 
 
@@ -118,7 +121,7 @@ def map_tensors(change: Any, tree: Any, kinds: Any = None) -> Any:
     what torch knows as a tree, and the attributes of other objects, such as a distribution."""
     import copy  # in the body: this source is copied into optimized.py
     import dataclasses
-    from collections.abc import MutableMapping
+    from collections.abc import Mapping, MutableMapping
 
     import torch
 
@@ -153,11 +156,20 @@ def map_tensors(change: Any, tree: Any, kinds: Any = None) -> Any:
             elif any(new is not old for new, old in zip(items, tree, strict=True)):  # no type of Python's own
                 changed = tuple.__new__(type(tree), items)
                 getattr(changed, "__dict__", {}).update(getattr(tree, "__dict__", {}))
-        elif not callable(tree):
-            held = {name: one for name, one in getattr(tree, "__dict__", {}).items() if isinstance(one, kinds)}
-            if held:
+        elif not isinstance(tree, (type, torch.nn.Module)):
+            found: list[Any] = []
+
+            def noted(one: Any) -> Any:
+                found.append(one)
+                return change(one)
+
+            attributes = getattr(tree, "__dict__", {}).items()
+            held = {
+                name: map_tensors(noted, one, kinds) for name, one in attributes if isinstance(one, (kinds, Mapping))
+            }
+            if found:
                 changed = copy.copy(tree)
-                vars(changed).update({name: change(one) for name, one in held.items()})
+                vars(changed).update(held)
         return changed
 
     return torch.utils._pytree.tree_map(inside, tree, is_leaf=lambda item: item is not tree)

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 from fettle.diagnose.collectors.training import TrainingSteps
 from fettle.diagnose.evidence import CAST, INDEX, LAYOUT, MATRIX, OTHER, POINTWISE, Operation
 from fettle.errors import is_users
-from fettle.workload import Workload, leaves, tensors, wait_for
+from fettle.workload import Workload, again, leaves, tensors, wait_for
 
 _LAYOUT_OPS = {"clone", "contiguous", "cat", "stack", "copy_", "copy", "constant_pad_nd", "repeat", "roll", "flip"}
 _INDEX_OPS = {"index", "index_select", "gather", "embedding", "index_put", "index_put_", "scatter", "masked_select",
@@ -61,7 +61,7 @@ def watched(workload: Workload, device: str, calls: int = 3) -> tuple[Watch, flo
         watch.begin()
         began = time.perf_counter()
         with watch:
-            workload.run(workload.model, workload.inputs[0])
+            workload.run(workload.model, again(workload.inputs[0]))
         watch.paused("the end of the call", time.perf_counter())
         totals.append(time.perf_counter() - began)
     watch.close()

@@ -22,7 +22,7 @@ from fettle.errors import UsageError
 from fettle.memory import record as record_memory
 from fettle.trace.io.record import record as record_trace  # mypy takes the room's `record` for the module
 from fettle.train import TrainingWorkload
-from fettle.workload import Workload
+from fettle.workload import Workload, again
 
 _TRACED_CALLS = 5
 _MEMORY_CALLS = 8
@@ -89,7 +89,7 @@ def _record(
     device = device_type(workload)
 
     def call() -> None:
-        workload.run(workload.model, workload.inputs[0])
+        workload.run(workload.model, again(workload.inputs[0]))
 
     count, what = events[0](call), events[1]
     if count > _MOST_EVENTS:
