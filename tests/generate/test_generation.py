@@ -690,6 +690,14 @@ def test_a_technique_writes_the_same_of_sound(levels) -> None:
         assert torch.equal(torch.cat(heard, 1), wanted)
 
 
+def test_room_set_aside_holds_what_autocast_makes() -> None:
+    work = fettle.GenerationWorkload(llama(), [ids(2, 9)], new_tokens=4)
+    given, forced = work.inputs[0], ids(2, 4, 3)
+    own, run = (runs(work, precision="autocast-bf16", kv_cache=level) for level in ("as-given", "static"))
+    scores, wanted = run(**given, forced=forced), own(**given, forced=forced)
+    assert (scores - wanted).norm() < 0.02 * wanted.norm()
+
+
 @pytest.mark.parametrize("make", [llama, t5])
 @pytest.mark.parametrize("level", ["as-given", "static"])
 def test_a_loop_of_ones_own_may_follow_inference_mode(level, make) -> None:

@@ -101,6 +101,10 @@ class Static(Kept):
         from transformers import EncoderDecoderCache, StaticCache
         from transformers.cache_utils import StaticLayer
 
+        class Layer(StaticLayer):  # type: ignore[no-untyped-call]
+            def update(self, keys: Any, values: Any, *more: Any, **named: Any) -> Any:
+                return super().update(keys, values.to(keys.dtype), *more, **named)  # autocast gives them two types
+
         rows, length = tokens.shape
         if length + room > self.tokens:
             self.tokens, self.caches, self.graphs = -(-(length + room) // 64) * 64, {}, {}
@@ -111,10 +115,10 @@ class Static(Kept):
         if caches is None:
             config = self.model.get_decoder().config if self.two_parts else self.config
             caches = self.caches[rows] = [StaticCache(config=config, max_cache_len=self.tokens)]
-            caches[0].layers = [StaticLayer(self.tokens) for _ in caches[0].layers]
+            caches[0].layers = [Layer(self.tokens) for _ in caches[0].layers]
             if self.two_parts:
                 caches.append(StaticCache(config=config, max_cache_len=self.source))
-                caches[1].layers = [StaticLayer(self.source) for _ in caches[1].layers]
+                caches[1].layers = [Layer(self.source) for _ in caches[1].layers]
         for layer in (layer for cache in caches for layer in cache.layers):
             layer.cumulative_length.zero_()  # what lies behind the last token is never looked at
         self.own = caches[0]
