@@ -971,10 +971,10 @@ def test_levels_say_why_they_cannot_be_had() -> None:
     two_parts = probe_facts(fettle.GenerationWorkload(t5(), [ids(1, 4)], new_tokens=3))
     config = transformers.LongT5Config(vocab_size=WORDS, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4)
     longer = transformers.LongT5ForConditionalGeneration(config).eval()
-    work = fettle.GenerationWorkload(longer, [ids(1, 4)], new_tokens=3)
-    assert "fixed size" in conflict(Recipe({"kv_cache": "static"}), probe_facts(work))
+    grows = probe_facts(fettle.GenerationWorkload(longer, [ids(1, 4)], new_tokens=3))
+    assert "fixed size" in conflict(Recipe({"kv_cache": "static"}), grows)
     windows = probe_facts(fettle.GenerationWorkload(gemma(), [ids(1, 4)], new_tokens=3))
-    for facts in (two_parts, windows):
+    for facts in (two_parts, windows, grows):
         assert "every layer keeps every token" in conflict(Recipe({"kv_cache": "int8"}), facts)
         assert "every layer keeps every token" in conflict(Recipe({"runtime": "openvino-stateful"}), facts)
     own = probe_facts(fettle.GenerationWorkload(Echo(), [ids(1, 4)], new_tokens=3))

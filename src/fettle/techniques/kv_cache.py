@@ -216,13 +216,11 @@ class KvCache(Technique):
     compiles = frozenset({"static-compiled", "static-prompts", "static-frozen"})
 
     def levels(self, facts: Facts) -> list[Level]:
-        why_not = facts.no_text
-        if facts.keeps == "own":
-            why_not = "the workload's object keeps them itself"
-        elif facts.generates and facts.keeps not in ("static", "whole"):
-            why_not = "transformers has no cache of fixed size for this model"
+        why_not = facts.no_text or "the workload's object keeps them itself" * (facts.keeps == "own")
+        able = facts.keeps in ("static", "whole")
         older = "the cache of fixed size of this transformers does not count its tokens: install a later one"
-        static = why_not or older * (facts.keeps == "whole")
+        none = "transformers has no cache of fixed size for this model"
+        static = why_not or none * (not able) or older * (facts.keeps == "whole")
         return [
             Level("as-given", "as the model makes them"),
             Level("static", "room set aside before, nothing copied", static),
@@ -232,7 +230,7 @@ class KvCache(Technique):
             Level(
                 "int8",
                 f"rounded to 8 bits, which saves memory, and time with runtime={STATEFUL}",
-                why_not or NOT_WHOLE * facts.sees_part,
+                why_not or NOT_WHOLE * (facts.sees_part or not able),
             ),
         ]
 
