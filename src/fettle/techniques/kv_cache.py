@@ -102,8 +102,8 @@ class Static(Kept):
         from transformers.cache_utils import StaticLayer
 
         class Layer(StaticLayer):  # type: ignore[no-untyped-call]
-            def update(self, keys: Any, values: Any, *more: Any, **named: Any) -> Any:
-                return super().update(keys, values.to(keys.dtype), *more, **named)  # autocast gives them two types
+            def update(self, key_states: Any, value_states: Any, *_: Any, **__: Any) -> Any:
+                return super().update(key_states, value_states.to(key_states.dtype))  # autocast gives them two types
 
         rows, length = tokens.shape
         if length + room > self.tokens:
