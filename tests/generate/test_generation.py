@@ -248,14 +248,15 @@ def test_a_model_may_keep_a_state_in_place_of_keys_and_values(make) -> None:
     assert "one token at a time" in conflict(Recipe({"guessing": "prompt"}), facts)
 
 
-def test_a_state_beside_keys_and_values_takes_one_token_and_no_guess() -> None:
-    prompt, forced = ids(2, 9), ids(2, 7, 3)
-    whole = jamba()(torch.cat([prompt, forced], 1)).logits[:, 8:-1]
-    assert torch.allclose(score(decoder_of(jamba()), forced, 4, input_ids=prompt), whole, atol=1e-4)
-    facts = probe_facts(fettle.GenerationWorkload(jamba(), prompt, new_tokens=4))
+@pytest.mark.parametrize("make", [jamba, bamba])
+def test_a_state_beside_keys_and_values_takes_one_token_and_no_guess(make) -> None:
+    model, prompt, forced = make(), ids(2, 9), ids(2, 7, 3)
+    whole = model(torch.cat([prompt, forced], 1)).logits[:, 8:-1]
+    assert torch.allclose(score(decoder_of(model), forced, 4, input_ids=prompt), whole, atol=1e-4)
+    facts = probe_facts(fettle.GenerationWorkload(model, prompt, new_tokens=4))
     assert "one token at a time" in conflict(Recipe({"guessing": "prompt"}), facts)
     with pytest.raises(RuntimeError, match="cannot forget a wrong guess"):
-        write_guessing(decoder_of(jamba()), prompt, new_tokens=4, ahead=3, guesses=Lookup())
+        write_guessing(decoder_of(model), prompt, new_tokens=4, ahead=3, guesses=Lookup())
 
 
 def test_an_answer_without_what_is_kept_is_told() -> None:
@@ -448,14 +449,25 @@ def test_what_padding_changes_is_not_judged(make, tmp_path) -> None:
         quality.write_pieces(work, path)
 
 
-@pytest.mark.parametrize("make", [llama, mamba, jamba, roberta])
+@pytest.mark.parametrize("make", [llama, mamba, jamba, bamba, roberta])
 def test_a_model_goes_on_after_a_prompt_as_in_it(make, tmp_path) -> None:
     path = str(tmp_path / "reference.pt")
     assert len(quality.write_pieces(fettle.GenerationWorkload(make(), [ids(2, 9)], new_tokens=3), path)) == 1
 
 
+class Untold(nn.Module):
+    """Bamba without an argument for its positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = bamba()
+
+    def forward(self, input_ids, past_key_values=None):
+        return self.model(input_ids, past_key_values=past_key_values, use_cache=True)
+
+
 def test_a_model_that_counts_anew_in_each_call_is_not_judged(tmp_path) -> None:
-    work = fettle.GenerationWorkload(bamba(), [ids(1, 9)], new_tokens=3)
+    work = fettle.GenerationWorkload(Untold(), [ids(1, 9)], new_tokens=3)
     with pytest.raises(UsageError, match="other scores after the prompt than as its last token"):
         quality.write_pieces(work, str(tmp_path / "reference.pt"))
 
@@ -689,6 +701,14 @@ def test_a_technique_writes_the_same_of_sound(levels) -> None:
         wanted = write(decoder_of(work.model), **prompt, new_tokens=tokens)
         assert torch.equal(run(**prompt, new_tokens=tokens, on_tokens=heard.append), wanted)
         assert torch.equal(torch.cat(heard, 1), wanted)
+
+
+def test_room_set_aside_holds_what_autocast_makes() -> None:
+    work = fettle.GenerationWorkload(llama(), [ids(2, 9)], new_tokens=4)
+    given, forced = work.inputs[0], ids(2, 4, 3)
+    own, run = (runs(work, precision="autocast-bf16", kv_cache=level) for level in ("as-given", "static"))
+    scores, wanted = run(**given, forced=forced), own(**given, forced=forced)
+    assert (scores - wanted).norm() < 0.02 * wanted.norm()
 
 
 @pytest.mark.parametrize("make", [llama, t5])
@@ -964,10 +984,10 @@ def test_levels_say_why_they_cannot_be_had() -> None:
     two_parts = probe_facts(fettle.GenerationWorkload(t5(), [ids(1, 4)], new_tokens=3))
     config = transformers.LongT5Config(vocab_size=WORDS, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4)
     longer = transformers.LongT5ForConditionalGeneration(config).eval()
-    work = fettle.GenerationWorkload(longer, [ids(1, 4)], new_tokens=3)
-    assert "fixed size" in conflict(Recipe({"kv_cache": "static"}), probe_facts(work))
+    grows = probe_facts(fettle.GenerationWorkload(longer, [ids(1, 4)], new_tokens=3))
+    assert "fixed size" in conflict(Recipe({"kv_cache": "static"}), grows)
     windows = probe_facts(fettle.GenerationWorkload(gemma(), [ids(1, 4)], new_tokens=3))
-    for facts in (two_parts, windows):
+    for facts in (two_parts, windows, grows):
         assert "every layer keeps every token" in conflict(Recipe({"kv_cache": "int8"}), facts)
         assert "every layer keeps every token" in conflict(Recipe({"runtime": "openvino-stateful"}), facts)
     own = probe_facts(fettle.GenerationWorkload(Echo(), [ids(1, 4)], new_tokens=3))

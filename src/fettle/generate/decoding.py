@@ -56,6 +56,7 @@ class Kept:
         self.past: Any = None
         self.mask: Any = None
         self.given: dict[str, Any] = {}
+        self.is_whole = False
 
     @torch.no_grad()
     def prefill(self, room: int = 0, **prompt: Any) -> torch.Tensor:
@@ -72,8 +73,8 @@ class Kept:
             tokens, self.given = prompt.pop("input_ids"), prompt
         self.past = self.new_cache(tokens, room)
         self.mask = self.new_mask(None if mask is None else mask.long())
-        whole = bool(self.given) or not self.piece  # its other arguments are about the whole prompt
-        for new in [tokens] if whole else tokens.split(self.piece, 1):
+        self.is_whole = bool(self.given)  # its other arguments are about the whole prompt
+        for new in [tokens] if self.is_whole or not self.piece else tokens.split(self.piece, 1):
             scores = self.ahead(new, 1)
         if not self.two_parts:
             self.given = {}
@@ -135,6 +136,9 @@ class Kept:
             self.mask, self.next_mask = torch.cat([self.mask, new], 1), self.next_mask[:, count:]
             places = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -count:]
             given |= {"attention_mask": self.mask, "position_ids": places}
+        elif self.one_at_a_time and self.past is not None and "position_ids" in self.takes and not self.is_whole:
+            # Bamba, untold, counts places from 0 in each call
+            given["position_ids"] = torch.full_like(tokens, self.past.get_seq_length())
         given = {name: value for name, value in given.items() if name in self.takes}
         name = "decoder_input_ids" if self.two_parts else "input_ids"
         output = self.model(**{name: tokens}, **(given | self.given))

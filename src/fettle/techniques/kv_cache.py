@@ -105,6 +105,10 @@ class Static(Kept):
         from transformers import EncoderDecoderCache, StaticCache
         from transformers.cache_utils import StaticLayer
 
+        class Layer(StaticLayer):  # type: ignore[no-untyped-call]
+            def update(self, key_states: Any, value_states: Any, *_: Any, **__: Any) -> Any:
+                return super().update(key_states, value_states.to(key_states.dtype))  # autocast gives them two types
+
         rows, length = tokens.shape
         if length + room > self.tokens:
             self.tokens, self.caches, self.graphs = -(-(length + room) // 64) * 64, {}, {}
@@ -115,10 +119,10 @@ class Static(Kept):
         if caches is None:
             config = self.model.get_decoder().config if self.two_parts else self.config
             caches = self.caches[rows] = [StaticCache(config=config, max_cache_len=self.tokens)]
-            caches[0].layers = [StaticLayer(self.tokens) for _ in caches[0].layers]
+            caches[0].layers = [Layer(self.tokens) for _ in caches[0].layers]
             if self.two_parts:
                 caches.append(StaticCache(config=config, max_cache_len=self.source))
-                caches[1].layers = [StaticLayer(self.source) for _ in caches[1].layers]
+                caches[1].layers = [Layer(self.source) for _ in caches[1].layers]
         for layer in (layer for cache in caches for layer in cache.layers):
             layer.cumulative_length.zero_()  # what lies behind the last token is never looked at
         self.own = caches[0]
@@ -216,13 +220,11 @@ class KvCache(Technique):
     compiles = frozenset({"static-compiled", "static-prompts", "static-frozen"})
 
     def levels(self, facts: Facts) -> list[Level]:
-        why_not = facts.no_text
-        if facts.keeps == "own":
-            why_not = "the workload's object keeps them itself"
-        elif facts.generates and facts.keeps not in ("static", "whole"):
-            why_not = "transformers has no cache of fixed size for this model"
+        why_not = facts.no_text or "the workload's object keeps them itself" * (facts.keeps == "own")
+        able = facts.keeps in ("static", "whole")
         older = "the cache of fixed size of this transformers does not count its tokens: install a later one"
-        static = why_not or older * (facts.keeps == "whole")
+        none = "transformers has no cache of fixed size for this model"
+        static = why_not or none * (not able) or older * (facts.keeps == "whole")
         return [
             Level("as-given", "as the model makes them"),
             Level("static", "room set aside before, nothing copied", static),
@@ -232,7 +234,7 @@ class KvCache(Technique):
             Level(
                 "int8",
                 f"rounded to 8 bits, which saves memory, and time with runtime={STATEFUL}",
-                why_not or NOT_WHOLE * facts.sees_part,
+                why_not or NOT_WHOLE * (facts.sees_part or not able),
             ),
         ]
 
