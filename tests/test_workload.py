@@ -556,6 +556,7 @@ def test_tensors_are_changed_wherever_they_lie_and_the_tree_is_left_alone() -> N
     tree = {"a": (one, [one, "text"]), "b": Pair(one, {"c": Point(one, 3)}), "d": None, "e": OrderedDict(f=one)}
     tree["g"] = UserDict(h=one)  # as tokenizers of transformers return
     tree["i"] = SimpleNamespace(tensor=one, others=[one], store={"j": UserDict(k=one)})  # as graphs
+    tree["i"].store["itself"] = tree["i"]
     changed = map_tensors(lambda tensor: tensor * 2, tree)
     doubled = [leaf for _, leaf in leaves(changed) if isinstance(leaf, torch.Tensor)]
     assert len(doubled) == 8

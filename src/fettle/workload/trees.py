@@ -44,11 +44,19 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         import torch
 
         is_leaf = isinstance(tree, (type, torch.nn.Module, torch.Tensor))
-        held = {} if is_leaf else getattr(tree, "__dict__", {})
-        kinds = (torch.Tensor, Mapping)
-        every = (leaves(one, f"{path}.{name}") for name, one in held.items() if isinstance(one, kinds))
-        inside = [leaf for found in every for leaf in found if isinstance(leaf[1], torch.Tensor)]
+        inside = [] if is_leaf else list(_held_tensors(getattr(tree, "__dict__", {}), path))
         yield from inside or [(path or "output", tree)]
+
+
+def _held_tensors(held: Mapping[Any, Any], path: str) -> Iterator[tuple[str, Any]]:
+    """Tensors in a mapping and in mappings in it. Other objects are not entered: they may hold what holds them."""
+    import torch
+
+    for name, one in held.items():
+        if isinstance(one, torch.Tensor):
+            yield f"{path}.{name}", one
+        elif isinstance(one, Mapping):
+            yield from _held_tensors(one, f"{path}.{name}")
 
 
 def is_numbers(value: Any) -> bool:
@@ -121,7 +129,7 @@ def map_tensors(change: Any, tree: Any, kinds: Any = None) -> Any:
     what torch knows as a tree, and the attributes of other objects, such as a distribution."""
     import copy  # in the body: this source is copied into optimized.py
     import dataclasses
-    from collections.abc import Mapping, MutableMapping
+    from collections.abc import MutableMapping
 
     import torch
 
@@ -157,19 +165,22 @@ def map_tensors(change: Any, tree: Any, kinds: Any = None) -> Any:
                 changed = tuple.__new__(type(tree), items)
                 getattr(changed, "__dict__", {}).update(getattr(tree, "__dict__", {}))
         elif not isinstance(tree, (type, torch.nn.Module)):
-            found: list[Any] = []
+            found = False
 
-            def noted(one: Any) -> Any:
-                found.append(one)
-                return change(one)
+            def renewed(held: Any) -> Any:  # other objects in it are not entered: they may hold what holds them
+                nonlocal found
+                copied = copy.copy(held)
+                for name, one in held.items():
+                    if isinstance(one, kinds):
+                        copied[name], found = change(one), True
+                    elif isinstance(one, MutableMapping):
+                        copied[name] = renewed(one)
+                return copied
 
-            attributes = getattr(tree, "__dict__", {}).items()
-            held = {
-                name: map_tensors(noted, one, kinds) for name, one in attributes if isinstance(one, (kinds, Mapping))
-            }
+            attributes = renewed(getattr(tree, "__dict__", {}))
             if found:
                 changed = copy.copy(tree)
-                vars(changed).update(held)
+                vars(changed).update(attributes)
         return changed
 
     return torch.utils._pytree.tree_map(inside, tree, is_leaf=lambda item: item is not tree)
