@@ -283,7 +283,6 @@ def test_limits_for_ci_that_say_nothing_are_refused(run_fettle, text: str) -> No
         ("serve package m.py --chat-template t.jinja", "for --handler generate"),
         ("serve run --store absent", "no such folder: absent"),
         ("serve slo m.py --p99 0", "--p99 must be more than 0"),
-        ("serve load u --csv a.txt -c 1", "name a file that ends in"),
     ],
 )
 def test_options_that_do_not_go_together_are_one_line(run_fettle, monkeypatch, tmp_path, line: str, says: str) -> None:

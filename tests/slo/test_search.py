@@ -415,7 +415,7 @@ def test_a_setting_and_what_it_is_called():
 
 def test_code_of_its_own_needs_trust_before_anything_is_measured(store):
     digest = open_package(store / "echo").handler_digest
-    with pytest.raises(UsageError, match=f"--trust {digest}"):
+    with pytest.raises(UsageError, match=f"trust='{digest}'"):
         _Work.of([str(store / "echo")], [], None, "", 3, ["0" * 64])
     assert _Work.of([str(store / "echo")], [], None, "", 3, [digest]).packages
 
