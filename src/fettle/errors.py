@@ -8,6 +8,8 @@ import importlib.util
 import os
 import re
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 _HERE = os.path.dirname(__file__) + os.sep
@@ -23,6 +25,31 @@ class UsageError(Exception):
 
     def _render_traceback_(self) -> list[str]:  # what a notebook shows in place of a traceback
         return [f"fettle: {self}"]
+
+
+@contextmanager
+def refusing(
+    what: str, kinds: type[BaseException] | tuple[type[BaseException], ...] = Exception
+) -> Iterator[None]:  # fmt: skip
+    """Raise `UsageError` for errors of these kinds: `what`, such as ``cannot write out.csv:``, and what the error says.
+    A `UsageError` says enough by itself, unless it is the kind that is named."""
+    try:
+        yield
+    except kinds as error:
+        if isinstance(error, UsageError) and kinds is not UsageError:
+            raise
+        own = type(error).__module__.startswith("fettle.")  # a sentence already
+        said = str(error) if own else getattr(error, "strerror", None) or first_line(error)
+        raise UsageError(f"{what} {said}") from error
+
+
+@contextmanager
+def needing(name: str, what: str = "") -> Iterator[None]:
+    """Raise `extra` where what is imported in the block is not installed: it is in the extra `name`."""
+    try:
+        yield
+    except ImportError as error:
+        raise extra(what or f"{error.name} is not installed", name) from error
 
 
 def extra(what: str, name: str) -> UsageError:

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from fettle.errors import UsageError
+from fettle.errors import UsageError, refusing
 
 MOST_BYTES = 64 << 20
 """The most that is read of a file from outside, where nothing larger is to be expected."""
@@ -63,14 +63,12 @@ def check_writable(*paths: str | os.PathLike[str] | None) -> None:
     None is not a file. Nothing is written; a folder that is not there is not an error, because writing makes it.
     """
     for path in (Path(path).absolute() for path in paths if path is not None):
-        try:
+        with refusing(f"cannot write {path}:", OSError):
             if path.is_dir():
                 raise UsageError(f"cannot write {path}: it is a folder")
             if not _is_device(path):
                 with tempfile.TemporaryFile(dir=next(folder for folder in path.parents if folder.exists())):
                     pass
-        except OSError as error:
-            raise UsageError(f"cannot write {path}: {error.strerror}") from error
 
 
 @contextmanager
@@ -80,7 +78,7 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
     Folders that are not there are made. Raises `UsageError` when the place cannot be written.
     """
     path = Path(path)
-    try:
+    with refusing(f"cannot write {path}:", OSError):
         target = path.resolve()  # a link stays a link
         if _is_device(target):
             yield target
@@ -95,8 +93,6 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
         except BaseException:  # a full disk must not fill up further with halves
             Path(name).unlink(missing_ok=True)
             raise
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from error
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -115,11 +111,8 @@ def read_bytes(path: str | os.PathLike[str], most: int = MOST_BYTES, what: str =
 
     `what` stands before its path there: ``"the recipe "``.
     """
-    try:
-        with open(path, "rb") as file:
-            content = file.read(most + 1)
-    except OSError as error:
-        raise UsageError(f"cannot read {what}{path}: {error.strerror}") from error
+    with refusing(f"cannot read {what}{path}:", OSError), open(path, "rb") as file:
+        content = file.read(most + 1)
     if len(content) > most:
         raise UsageError(f"{path} is too large: more than {most / 2**20:.3g} MiB")
     return content

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 import tomli_w
 
-from fettle.errors import UsageError, first_line
+from fettle.errors import UsageError, refusing
 from fettle.files import read_toml, write_text
 from fettle.recipe import FORMAT, Recipe
 from fettle.techniques import check_names, handed_on, learned_types, respelled
@@ -86,13 +86,11 @@ _TABLES: dict[str, type[msgspec.Struct]] = {"workload": _Workload, "machine": _M
 def load_recipe(path: str | Path) -> RecipeFile:
     """Read a ``recipe.toml``. Raises `UsageError` in one line for anything that is not one."""
     path = Path(path)
-    try:
+    with refusing(f"{path} is not a recipe:", (ValueError, RecursionError)):
         data = read_toml(path, _MAX_BYTES, "the recipe ")
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is not a recipe: {first_line(error)}") from error
     if "levels" not in data:
         raise UsageError(f"{path} is not a fettle recipe: it has no [levels] table")
-    try:
+    with refusing(f"{path} is not a fettle recipe:", UsageError):
         for name, level in data["levels"].items() if isinstance(data["levels"], dict) else ():
             _typed(level, str, f"levels.{name}")
         file = _typed(data, RecipeFile)
@@ -100,8 +98,6 @@ def load_recipe(path: str | Path) -> RecipeFile:
             _typed(getattr(file, name), kind, name)
         for name, kind in learned_types(file.evidence).items():
             _typed(file.evidence[name], kind, f"evidence.{name}")
-    except UsageError as error:
-        raise UsageError(f"{path} is not a fettle recipe: {error}") from error
     if file.format != FORMAT:
         raise UsageError(f"{path} has recipe format {file.format}; this fettle reads format {FORMAT}")
     return _checked(file)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from fettle.errors import UsageError, first_line
+from fettle.errors import UsageError, refusing
 from fettle.measure import Interval, log_interval, ratio_interval
 from fettle.measure._statistics import LOOKS
 from fettle.measure._watch import Surroundings
@@ -109,10 +109,8 @@ def compare(
     """
     timers = []
     for name, code in snippets.items():
-        try:
+        with refusing(f"the snippet {name!r} is not Python:", SyntaxError):
             timers.append(timeit.Timer(code, globals=names))
-        except SyntaxError as error:
-            raise UsageError(f"the snippet {name!r} is not Python: {first_line(error)}") from error
     surroundings = Surroundings()
     counts = [_runs_of_a_slice(timer) for timer in timers]
     end, taken = time.monotonic() + seconds, [list[float]() for _ in timers]

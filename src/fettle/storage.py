@@ -16,7 +16,7 @@ from optuna.exceptions import StorageInternalError
 from optuna.storages import RDBStorage
 from sqlalchemy.exc import DBAPIError
 
-from fettle.errors import UsageError, extra, first_line
+from fettle.errors import UsageError, extra, refusing
 
 ORDERS = "fettle:orders"
 """Attribute of a study that only says what the workers of other studies are to measure."""
@@ -61,18 +61,15 @@ def is_server(url: str) -> bool:
 def opening(storage: str) -> Iterator[None]:
     """Say in one line what keeps a storage from being opened."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    try:
-        yield
-    except UsageError:
-        raise
-    except ImportError as error:
-        missing = getattr(error.__cause__, "name", None) or error.name or "its driver"  # Optuna raises another from it
-        needs = f"the storage {hidden(storage)} needs {missing}"
-        if storage.startswith("postgresql"):
-            raise extra(needs, "postgresql") from error
-        raise UsageError(f"{needs}, which is not installed") from error
-    except Exception as error:
-        raise UsageError(f"cannot open the storage {hidden(storage)}: {first_line(error)[:200]}") from error
+    with refusing(f"cannot open the storage {hidden(storage)}:"):
+        try:
+            yield
+        except ImportError as error:
+            missing = getattr(error.__cause__, "name", None) or error.name  # Optuna raises another from it
+            needs = f"the storage {hidden(storage)} needs {missing or 'its driver'}"
+            if storage.startswith("postgresql"):
+                raise extra(needs, "postgresql") from error
+            raise UsageError(f"{needs}, which is not installed") from error
 
 
 def open_storage(url: str, heartbeat_s: int | None = None, grace_s: int = GRACE_S) -> RDBStorage:

@@ -26,13 +26,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import msgspec
 import optuna
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from fettle.errors import UsageError, first_line
+from fettle.errors import UsageError, first_line, refusing
 from fettle.measure import Trial
 from fettle.recipe import Recipe
 from fettle.storage import (
@@ -195,10 +194,8 @@ class Study:
         """The trials measured on this machine, oldest first."""
         by_recipe: dict[Recipe, Trial] = {}
         for trial in self._finished():
-            try:
+            with refusing(f"trial {trial.number} of the study cannot be read:"):
                 read = Trial.from_json(json.loads(trial.user_attrs[_TRIAL]))
-            except (ValueError, KeyError, RecursionError, msgspec.ValidationError) as error:
-                raise UsageError(f"trial {trial.number} of the study cannot be read: {first_line(error)}") from error
             first = by_recipe.setdefault(read.recipe, read)  # the first measurement counts
             if first.versions != read.versions or first.status == "failed" or not first.is_compared:
                 by_recipe[read.recipe] = read

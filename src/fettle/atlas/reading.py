@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 
 from fettle.atlas.table import MOST_BYTES, Row, parse
-from fettle.errors import UsageError
+from fettle.errors import UsageError, refusing
 from fettle.procs.child import Child, ChildError, Request
 from fettle.procs.parent import Parent, be_a_worker
 
@@ -23,17 +23,13 @@ class Read(Request):
 def read_atlas(path: str | Path) -> list[Row]:
     """The rows of an atlas. Raises `UsageError` with one line for a file that is not one."""
     path = Path(path)
-    try:
+    with refusing(f"cannot read the atlas {path}:", OSError):
         size = path.stat().st_size
-    except OSError as error:
-        raise UsageError(f"cannot read the atlas {path}: {error.strerror}") from error
     if not path.is_file() or size > MOST_BYTES:
         raise UsageError(f"{path} is not an atlas: it is not a file of at most {MOST_BYTES >> 20} MiB")
-    try:
-        with Child(__name__, variables={"POLARS_MAX_THREADS": "1"}) as child:
-            return child.call(Read(str(path.resolve())), list[Row], _LONGEST_S)
-    except ChildError as error:
-        raise UsageError(f"the atlas {path} cannot be read: {error}") from error
+    one_thread = {"POLARS_MAX_THREADS": "1"}
+    with refusing(f"the atlas {path} cannot be read:", ChildError), Child(__name__, variables=one_thread) as child:
+        return child.call(Read(str(path.resolve())), list[Row], _LONGEST_S)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import msgspec
 import polars
 from msgspec import Meta
 
-from fettle.errors import UsageError
+from fettle.errors import UsageError, refusing
 from fettle.files import whole
 from fettle.measure import Interval, Trial
 from fettle.recipe import Recipe
@@ -176,17 +176,13 @@ def write_atlas(rows: Sequence[Row], path: Path) -> None:
 
 def parse(path: Path) -> list[Row]:
     """The rows of a Parquet file, checked; for a process that may run out of memory (`reading`)."""
-    try:
+    with refusing(f"{path} is not a Parquet file:"):  # whatever a damaged file brings up in the reader
         if wrong := _differing(dict(polars.read_parquet_schema(path))):
             raise UsageError(f"{path} is not an atlas of this version of fettle: {wrong}")
         rows = polars.scan_parquet(path).select(polars.len()).collect().item()
         if rows > MOST_ROWS:
             raise UsageError(f"{path} has {rows:,} rows; an atlas has {MOST_ROWS:,} at most")
         frame = polars.read_parquet(path)
-    except UsageError:
-        raise
-    except Exception as error:  # whatever a damaged file brings up in the reader
-        raise UsageError(f"{path} is not a Parquet file: {' '.join(str(error).split())[:120]}") from error
     return checked(frame.to_dicts(), str(path))
 
 

@@ -44,7 +44,7 @@ def add(
       fettle atlas add atlas.parquet out/unet --family diffusion
     """
     from fettle.atlas import merged, read_atlas, write_atlas
-    from fettle.errors import UsageError
+    from fettle.errors import UsageError, refusing
     from fettle.files import check_writable
     from fettle.storage import storage_url
     from fettle.tuning import atlas_rows
@@ -54,10 +54,8 @@ def add(
     for study in studies:
         if "://" not in study and not Path(study, "study.db").is_file():
             raise UsageError(f"there is no study.db in {study}")
-        try:
+        with refusing(f"{study.rpartition('@')[2]}:", UsageError):
             new += atlas_rows(study if "://" in study else storage_url(None, Path(study)), family=family)
-        except UsageError as error:
-            raise UsageError(f"{study.rpartition('@')[2]}: {error}") from error
     with _alone(atlas):
         rows = merged(read_atlas(atlas) if atlas.exists() else [], new)
         write_atlas(rows, atlas)
@@ -71,15 +69,13 @@ def _alone(atlas: Path) -> Iterator[None]:
     """Whoever else adds to it waits: of two that read the same rows, one's would be lost."""
     import fcntl
 
-    from fettle.errors import UsageError
+    from fettle.errors import refusing
 
     target = atlas.resolve()
     path = target.with_name(f".{target.name}.lock")
-    try:
+    with refusing(f"cannot write {path}:", OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.open("a")
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from error
     with lock:
         with contextlib.suppress(OSError):  # not every file system has locks
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -27,7 +27,7 @@ def command(
 
       fettle techniques model.py:classifier --json
     """
-    from fettle.errors import UsageError
+    from fettle.errors import refusing
     from fettle.measure import Worker, WorkerError, messages
     from fettle.techniques import CATALOGUE, machine_facts
     from fettle.workload import check_mode, find_target
@@ -37,12 +37,9 @@ def command(
         facts = machine_facts("training" if mode == "training" else "inference")
     else:
         named = replace(find_target(target), mode=mode)
-        try:
-            with Worker() as worker:
-                worker.ask(messages.Build(named), messages.Built, 600)
-                facts = worker.ask(messages.Probe(), messages.Probed, 600).facts
-        except WorkerError as error:
-            raise UsageError(f"the workload could not be probed: {error}") from error
+        with refusing("the workload could not be probed:", WorkerError), Worker() as worker:
+            worker.ask(messages.Build(named), messages.Built, 600)
+            facts = worker.ask(messages.Probe(), messages.Probed, 600).facts
     catalogue = [technique for technique in CATALOGUE if facts.mode in technique.modes]
     rows = [{"technique": t.name, "title": t.title, "default": t.default, "levels": t.levels(facts)} for t in catalogue]
     table = Table("technique", "level", "what it does", "here", box=None, header_style="bold", pad_edge=False)

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 import torch
 
-from fettle.errors import UsageError, first_line
+from fettle.errors import UsageError, first_line, refusing
 from fettle.package.archive import bounded, unzip
 from fettle.package.export import check_installed, write_package
 from fettle.package.handlers import READY
@@ -186,10 +186,8 @@ def _model(folder: Path, mar: Mar, weights: Path | None, batch: tuple[torch.Tens
     ]
     if len(made) != 1:
         raise UsageError(f"{mar.code[:80]} defines {len(made)} models: bring the one with `target='FILE.py:factory'`")
-    try:
+    with refusing(f"{made[0].__name__} of {mar.code[:80]} cannot be built:"):
         model = made[0]()
-    except Exception as error:
-        raise UsageError(f"{made[0].__name__} of {mar.code[:80]} cannot be built: {first_line(error)}") from error
     if weights is not None:
         _load_weights(model, weights)
     return model.eval()
@@ -221,10 +219,8 @@ def _load_weights(model: Any, path: Path) -> None:
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        try:
+        with refusing(f"{path.name[:80]} holds no weights:", (OSError, SafetensorError)):
             state: Any = load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise UsageError(f"{path.name[:80]} holds no weights: {first_line(error)}") from error
     else:
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
@@ -256,7 +252,7 @@ def _is_torchscript(path: Path) -> bool:
 
 def _from_torchscript(path: Path, batch: tuple[torch.Tensor, ...]) -> torch.nn.Module:
     """A TorchScript program as an exported one, answering as it did."""
-    try:
+    with refusing(f"the TorchScript program {path.name[:80]} cannot be converted:"):
         from torch._export.converter import TS2EPConverter
 
         script = torch.jit.load(str(path), map_location="cpu").eval()  # type: ignore[no-untyped-call]
@@ -264,10 +260,6 @@ def _from_torchscript(path: Path, batch: tuple[torch.Tensor, ...]) -> torch.nn.M
             converted = TS2EPConverter(script, batch).convert().module()
             wanted, answer = script(*batch), converted(*batch)
         torch.testing.assert_close(answer, wanted, rtol=1e-3, atol=1e-4)
-    except Exception as error:
-        raise UsageError(
-            f"the TorchScript program {path.name[:80]} cannot be converted: {first_line(error)}"
-        ) from error
     return _Positional(converted)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from fettle.diagnose.collectors.compile_watch import is_compiled, watch_compile
 from fettle.diagnose.compile_health import CompileHealth
-from fettle.errors import UsageError, first_line
+from fettle.errors import first_line, refusing
 from fettle.procs.child import Child, ChildError, Request
 from fettle.procs.parent import Parent, be_a_worker
 from fettle.workload import Target, again, find_target
@@ -46,11 +46,9 @@ def compile_health(
     """
     named = find_target(target) if isinstance(target, str) else target
     request = Compile(named, dynamic, backend, rounds)
-    with Child("fettle.diagnose.compile_worker") as child:
-        try:
-            return child.call(request, CompileHealth, timeout_s)
-        except ChildError as error:
-            raise UsageError(f"the workload could not be compiled: {error}") from error
+    words = "the workload could not be compiled:"
+    with Child("fettle.diagnose.compile_worker") as child, refusing(words, ChildError):
+        return child.call(request, CompileHealth, timeout_s)
 
 
 def _run(request: Compile) -> CompileHealth:

@@ -18,7 +18,7 @@ from fettle.diagnose.recordings import record as recorded
 from fettle.diagnose.roofline import Roofline, roofline
 from fettle.diagnose.rules import CROWDED
 from fettle.diagnose.rules import findings as rule_findings
-from fettle.errors import UsageError
+from fettle.errors import UsageError, refusing
 from fettle.files import plain
 from fettle.machine import this_machine
 from fettle.measure import WorkerError
@@ -170,10 +170,8 @@ def _of_workload(
     notes: list[str] = []
     with closing(Examiner(target)) as examiner:
         on_progress("building the workload; timing operators, and what switches bring")
-        try:
+        with refusing("the workload could not be run:", WorkerError):
             answer = examiner.examine("collect:collect", seconds)
-        except WorkerError as error:
-            raise UsageError(f"the workload could not be run: {error}") from error
         evidence = replace(answer.read(Evidence), load_s=answer.load_s)
         if record:
             operators = {op.name for op in evidence.operations}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fettle.errors import UsageError
+from fettle.errors import UsageError, refusing
 from fettle.files import plain, write_text
 from fettle.measure import Interval, typed
 
@@ -86,14 +86,11 @@ def keep(folder: Path, entry: Entry) -> None:
     """Append a line, and draw the page anew."""
     folder.mkdir(parents=True, exist_ok=True)
     path = path_of(folder)
-    try:
-        with path.open("ab+") as file:
-            if file.tell():
-                file.seek(-1, os.SEEK_END)
-            cut = file.read(1) not in (b"", b"\n")  # a line of a process that was killed must not take this one with it
-            file.write(b"\n" * cut + json.dumps(plain(entry)).encode() + b"\n")
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+    with refusing(f"cannot write {path}:", OSError), path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+        cut = file.read(1) not in (b"", b"\n")  # a line of a process that was killed must not take this one with it
+        file.write(b"\n" * cut + json.dumps(plain(entry)).encode() + b"\n")
     write_text(folder / "gate.html", page(read(folder)))
 
 

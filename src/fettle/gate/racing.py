@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import fettle
-from fettle.errors import UsageError
+from fettle.errors import UsageError, refusing
 from fettle.files import for_compilers
 from fettle.gate import environments
 from fettle.gate.judging import Judged, judge, more_memory, overall, slowdown
@@ -263,10 +263,8 @@ def revision(
         may_build = interpreter is None and not ground.settings.same_environment
         if there and may_build and environments.can_build(there):
             locks = environments.installed_from(there, repository.locks_beside(there, place))
-            try:
+            with refusing(f"{label}:", UsageError):
                 interpreter = environments.build(place, locks, ground.folder, ground.say)
-            except UsageError as error:
-                raise UsageError(f"{label}: {error}") from error
             ground.note(f"{label!r} has another {listed}, and runs in the environment that it asks for")
         elif changed and interpreter is None:
             ground.note(f"{listed} differ{'s' * (len(changed) == 1)} from {label!r}, and all run in this environment")

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.collate import default_convert
 
-from fettle.errors import UsageError, first_line
+from fettle.errors import UsageError, first_line, refusing
 from fettle.inputs.setting import AS_GIVEN, BATCH_INDEX, ONE_BY_ONE, Setting
 from fettle.workload import find_target, leaves, size_bytes
 
@@ -24,10 +24,8 @@ def pipeline(target: str) -> tuple[DataLoader[Any], Step | None]:
     """What the factory returns: a loader, a dataset, or (loader or dataset, step)."""
     torch.manual_seed(0)
     factory = find_target(target).function()
-    try:
+    with refusing(f"{target} raised"):
         loader = factory()
-    except Exception as error:
-        raise UsageError(f"{target} raised {first_line(error)}") from error
     step = None
     if isinstance(loader, tuple) and len(loader) == 2 and callable(loader[1]):
         loader, step = loader

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import torch
 
-from fettle.errors import UsageError, extra, first_line
+from fettle.errors import UsageError, extra, first_line, refusing
 from fettle.files import whole
 from fettle.machine import this_machine
 from fettle.measure._accuracy import compare
@@ -211,11 +211,8 @@ def _store(
         save_model(program, levels["runtime"], flat.calibration, folder, facts)
         return msgspec.structs.replace(manifest, model="openvino", recipe=levels, applied=tuple(levels))
     if levels.get("quantize") == _STATIC:
-        try:
-            with torch.inference_mode(False):
-                converted = quantize_exported(program.module(), [tuple(batch) for batch in flat.calibration])
-        except Exception as error:
-            raise UsageError(f"quantize={_STATIC} cannot be applied to the model: {first_line(error)}") from error
+        with refusing(f"quantize={_STATIC} cannot be applied to the model:"), torch.inference_mode(False):
+            converted = quantize_exported(program.module(), [tuple(batch) for batch in flat.calibration])
         program = export_program(_Again(converted), flat.samples, flat.shapes, manifest.max_rows)
     save_program(program, folder)
     applied = tuple(name for name in levels if find(name).before_export or name in calibrated)

@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from fettle.errors import UsageError, first_line
+from fettle.errors import UsageError, first_line, refusing
 from fettle.files import read_bytes, read_toml, whole, write_bytes
 from fettle.package.archive import bounded, unzip
 from fettle.package.handlers import Settings as HandlerSettings
@@ -140,7 +140,7 @@ def open_package(path: Path) -> Package:
 
 def read_manifest(path: Path) -> Manifest:
     """What the folder or the zip of a package says of it; whether that is so is not looked at. Raises `UsageError`."""
-    try:
+    with refusing(f"{path / MANIFEST} cannot be read:"):  # a damaged zip raises nearly everything
         if not path.is_file():
             text = read_bytes(path / MANIFEST, _MAX_TEXT)
         else:
@@ -149,21 +149,15 @@ def read_manifest(path: Path) -> Manifest:
         if (version := msgspec.json.decode(text, type=_Versioned).format) != FORMAT:
             raise UsageError(f"{path} has package format {version}; this fettle reads format {FORMAT}")
         return msgspec.json.decode(text, type=Manifest)
-    except UsageError:
-        raise
-    except Exception as error:  # a damaged zip raises nearly everything
-        raise UsageError(f"{path / MANIFEST} cannot be read: {first_line(error)}") from error
 
 
 def read_settings(folder: Path, manifest: Manifest) -> ServeSettings:
     """``serve.toml`` of a package, or what holds where there is none; checked."""
     path = folder / (SETTINGS if SETTINGS in manifest.files else MANIFEST)
-    try:
+    with refusing(f"{path} cannot be used:", (ValueError, RecursionError)):
         settings = ServeSettings(max_rows=manifest.max_rows)
         if path.name == SETTINGS:
             settings = settings_from(read_toml(path, _MAX_TEXT), str(path))
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} cannot be used: {first_line(error)}") from error
     if settings.max_rows > manifest.max_rows:
         raise UsageError(f"{path} asks for {settings.max_rows} rows; the model takes {manifest.max_rows}")
     return settings

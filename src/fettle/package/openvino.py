@@ -16,7 +16,7 @@ from xml.parsers import expat
 
 import torch
 
-from fettle.errors import UsageError, extra, first_line
+from fettle.errors import UsageError, needing, refusing
 from fettle.files import read_bytes
 from fettle.techniques import (
     Facts,
@@ -48,11 +48,9 @@ def save_model(
 
     Raises `UsageError` where OpenVINO cannot do it.
     """
-    try:
+    with needing("openvino", "runtime=openvino needs OpenVINO"):
         import openvino
-    except ImportError as error:
-        raise extra("runtime=openvino needs OpenVINO", "openvino") from error
-    try:
+    with refusing("OpenVINO cannot take the model:"):
         model = openvino_model(program, list(batches), level, int8_part(facts))
         for node in ("conversion_parameters", "nncf", "Runtime_version"):  # where and how it was made: paths, settings
             if model.has_rt_info([node]):
@@ -60,8 +58,6 @@ def save_model(
         if "int8" in level:
             model.set_rt_info("small" if openvino_saturates() else "whole", _WEIGHTS)
         openvino.save_model(model, str(folder / GRAPH), compress_to_fp16=False)
-    except Exception as error:
-        raise UsageError(f"OpenVINO cannot take the model: {first_line(error)}") from error
     _check(folder)  # a package that could not be loaded is refused now
 
 
@@ -75,7 +71,7 @@ class OpenvinoModel:
             "INFERENCE_NUM_THREADS": torch.get_num_threads(),
             "PERFORMANCE_HINT": "LATENCY",
         }
-        try:
+        with refusing("OpenVINO cannot read the package's model:"), needing("openvino", "the package needs OpenVINO"):
             core = openvino_core()
             model = core.read_model(str(folder / GRAPH), str(folder / WEIGHTS))
             small = model.has_rt_info(_WEIGHTS) and model.get_rt_info(_WEIGHTS).astype(str) == "small"
@@ -85,12 +81,6 @@ class OpenvinoModel:
                     "products would be cut off; package the model on this machine"
                 )
             self._request = OpenvinoRequest(core.compile_model(model, "CPU", config))
-        except UsageError:
-            raise
-        except ImportError as error:
-            raise extra("the package needs OpenVINO", "openvino") from error
-        except Exception as error:
-            raise UsageError(f"OpenVINO cannot read the package's model: {first_line(error)}") from error
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """One call. Not for two threads at once."""
@@ -99,14 +89,12 @@ class OpenvinoModel:
 
 def _check(folder: Path) -> None:
     """Raise `UsageError` unless the graph is plain XML of known operators whose constants lie in the weights."""
-    try:
+    with refusing(f"the package's {GRAPH} cannot be used:", (OSError, ValueError, expat.ExpatError)):
         text, there = read_bytes(folder / GRAPH, MAX_GRAPH_BYTES), (folder / WEIGHTS).stat().st_size
         if b"\0" in text:
             raise ValueError("it is not text")
         text.decode("utf-8")
         _parse(text, there)
-    except (OSError, ValueError, expat.ExpatError) as error:
-        raise UsageError(f"the package's {GRAPH} cannot be used: {first_line(error)}") from error
 
 
 def _parse(text: bytes, weight_bytes: int) -> None:

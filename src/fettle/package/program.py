@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fettle.errors import UsageError, first_line
+from fettle.errors import UsageError, first_line, refusing
 from fettle.files import read_text
 
 GRAPH, WEIGHTS = "graph.json", "weights.safetensors"
@@ -59,11 +59,9 @@ def export_program(
         _two_rows(tensor) if dims.get(0) == "rows" else tensor.detach().clone()
         for tensor, dims in zip(tensors, dynamic, strict=True)
     ]
-    try:
-        with torch.inference_mode(False), torch.no_grad():
-            program = _export(model, tuple(examples), {"tensors": shapes})
-    except Exception as error:
-        raise UsageError(f"the model cannot be exported for any number of rows: {first_line(error)}") from error
+    words = "the model cannot be exported for any number of rows:"
+    with refusing(words), torch.inference_mode(False), torch.no_grad():
+        program = _export(model, tuple(examples), {"tensors": shapes})
     _forget_types(program)
     return program
 
@@ -166,20 +164,17 @@ def save_program(program: torch.export.ExportedProgram, folder: Path) -> None:
 
 def load_program(folder: Path, device: str = "cpu") -> torch.nn.Module:
     """The module of a saved program on a device, with what its graph makes there. Raises `UsageError` for others."""
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
     from torch._export.serde.serialize import SerializedArtifact, deserialize
     from torch.export.passes import move_to_device_pass
 
-    try:
+    with refusing("the package's model cannot be read:"):
         text = read_text(folder / GRAPH, MAX_GRAPH_BYTES)
         graph = _plain(json.loads(text))
         _check(graph)
         if "torch.ops.quantized_decomposed." in text:
             importlib.import_module("torch.ao.quantization.fx._decomposed")  # makes these operators known to torch
         weights = load_file(folder / WEIGHTS)
-    except (OSError, ValueError, RecursionError, ImportError, SafetensorError) as error:
-        raise UsageError(f"the package's model cannot be read: {first_line(error)}") from error
     state: dict[str, torch.Tensor] = {}
     constants: dict[str, torch.Tensor] = {}
     for name, tensor in weights.items():
@@ -191,15 +186,11 @@ def load_program(folder: Path, device: str = "cpu") -> torch.nn.Module:
         else:
             raise UsageError(f"{WEIGHTS} holds a tensor of unknown use: {name[:80]!r}")
     artifact = SerializedArtifact(json.dumps(graph).encode(), state, constants, None)  # type: ignore[arg-type]
-    try:
+    with refusing(f"the package's model cannot be read by torch {torch.__version__}:"):
         program = deserialize(artifact)
         if device != "cpu":
             program = move_to_device_pass(program, device)
         module: torch.nn.Module = program.module()
-    except Exception as error:
-        raise UsageError(
-            f"the package's model cannot be read by torch {torch.__version__}: {first_line(error)}"
-        ) from error
     check = size_check(module)
 
     def before(module: Any, inputs: tuple[torch.Tensor, ...]) -> None:

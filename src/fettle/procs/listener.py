@@ -15,7 +15,7 @@ import struct
 import threading
 from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 
-from fettle.errors import UsageError, first_line
+from fettle.errors import refusing
 
 _STRANGERS = 64
 """Handshakes under way at once; who comes above that is turned away."""
@@ -27,10 +27,8 @@ class KeyedListener:
     """Listens at an address. Close it."""
 
     def __init__(self, host: str, port: int, key: bytes) -> None:
-        try:
+        with refusing(f"cannot listen on {host}:{port}:", OSError):
             self._listener = Listener((host, port), backlog=_STRANGERS)
-        except OSError as error:
-            raise UsageError(f"cannot listen on {host}:{port}: {first_line(error)}") from error
         self.address: tuple[str, int] = (host, int(self._listener.address[1]))
         self._key, self._closed = key, False
         self._met: queue.Queue[Connection | None] = queue.Queue()

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fettle.errors import UsageError
+from fettle.errors import UsageError, refusing
 from fettle.files import read_text
 from fettle.loop import stopped_by_interrupt
 from fettle.package.manifest import Package, open_package
@@ -232,15 +232,13 @@ def token_from(path: Path) -> str:
     from_environment = os.environ.get("FETTLE_TOKEN")
     if from_environment:
         return from_environment
-    try:
+    with refusing(f"no token can be kept in {path}:", OSError):
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(handle, "w") as file:
                 file.write(secrets.token_urlsafe(32) + "\n")
         mode = path.stat().st_mode
-    except OSError as error:
-        raise UsageError(f"no token can be kept in {path}: {error.strerror}") from error
     if mode & 0o077:
         raise UsageError(f"{path} can be read by others: chmod 600 {path}")
     token = read_text(path).strip()

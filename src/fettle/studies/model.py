@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from fettle.errors import extra
+from fettle.errors import needing
 from fettle.estimates import student
 from fettle.studies.table import Experiment, Response, Table
 
@@ -257,8 +257,6 @@ def _covariance(results: RegressionResults, x: Vector, measured: Vector | None, 
 
 def statsmodels() -> Any:
     """The library, imported where a study is analysed. Raises `UsageError` where it is not installed."""
-    try:
+    with needing("study", "effects need statsmodels"):
         import statsmodels.api
-    except ImportError as error:
-        raise extra("effects need statsmodels", "study") from error
     return statsmodels

@@ -20,7 +20,7 @@ import msgspec
 import optuna
 from optuna.exceptions import DuplicatedStudyError
 
-from fettle.errors import UsageError, first_line
+from fettle.errors import UsageError, refusing
 from fettle.files import read_text
 from fettle.procs.interpreter import find_interpreters
 from fettle.recipe import Recipe
@@ -162,13 +162,9 @@ def orders_of(name: str, url: str) -> Orders | None:
         end = time.monotonic() + _BEGUN_S
         while time.monotonic() < end:
             study = optuna.load_study(study_name=name, storage=kept)
-            try:
+            with refusing(f"the orders of {name!r} cannot be read, another version may have written them:"):
                 if ORDERS in study.user_attrs:
                     return msgspec.convert(study.user_attrs[ORDERS], Orders)
-            except msgspec.ValidationError as error:
-                raise UsageError(
-                    f"the orders of {name!r} cannot be read, another version may have written them: {first_line(error)}"
-                ) from error
             if study.user_attrs or study.trials:
                 break
             time.sleep(0.2)
@@ -213,10 +209,8 @@ def _harmless(text: str) -> str:
         )
     if not path.is_file():
         raise UsageError(f"the study is of {text}, and there is no such file here: start the worker where it lies")
-    try:
+    with refusing(f"{location}:", (SyntaxError, ValueError)):
         tree = ast.parse(read_text(path, MOST_BYTES))
-    except (SyntaxError, ValueError) as error:
-        raise UsageError(f"{location}: {first_line(error)}") from error
     defined = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     if factory not in defined:
         raise UsageError(f"{location} defines no {factory}: to run it, name it: fettle worker {text}")

@@ -11,7 +11,7 @@ import torch
 from torch.nn.modules import batchnorm
 from torch.nn.utils.stateless import _reparametrize_module
 
-from fettle.errors import UsageError, first_line
+from fettle.errors import UsageError, refusing
 from fettle.techniques import Facts, probe_facts
 from fettle.techniques.compile import blocks_of
 from fettle.train.workload import TrainingWorkload, settings_of
@@ -26,10 +26,8 @@ def training_facts(workload: TrainingWorkload, *, allow_batch: bool = False) -> 
     batches = list(itertools.islice(iter(workload.data), MOST_BATCHES))
     loss = workload.loss
     plain = Workload(workload.model, [(batch,) for batch in batches], call=lambda model, batch: loss(model, batch))
-    try:
+    with refusing("the optimizer factory raised"):
         optimizer = workload.optimizer(workload.trained)
-    except Exception as error:
-        raise UsageError(f"the optimizer factory raised {first_line(error)}") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"the optimizer factory returned a {type(optimizer).__name__}, not a torch.optim.Optimizer")
     loader = workload.data if isinstance(workload.data, torch.utils.data.DataLoader) else None

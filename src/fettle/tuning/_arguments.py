@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 import psutil
 
-from fettle.errors import UsageError
+from fettle.errors import UsageError, refusing
 from fettle.measure import Worker
 from fettle.procs.nodes import Nodes, address_of
 from fettle.recipe import Recipe
@@ -173,10 +173,8 @@ def check_techniques(allowed: Mapping[str, str | Sequence[str]]) -> Mapping[str,
 
 def writable(folder: Path) -> Path:
     """The folder, made if need be, as a full path. Raises `UsageError` when nothing can be written there."""
-    try:
+    with refusing(f"cannot write to the output folder {folder}:", OSError):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot write to the output folder {folder}: {error.strerror}") from error
     if not os.access(folder, os.W_OK):
         raise UsageError(f"cannot write to the output folder {folder}: permission denied")
     return folder.resolve()

@@ -10,7 +10,7 @@ import msgspec
 import optuna
 
 from fettle.atlas import Row, rows_of, subject
-from fettle.errors import UsageError, first_line
+from fettle.errors import UsageError, refusing
 from fettle.machine import Machine
 from fettle.measure import Judge, Trial
 from fettle.result import Limits
@@ -68,10 +68,8 @@ def _without_padding(facts: Any) -> Any:
 
 
 def _read(value: Any, kind: type[T], study: Study) -> T:
-    try:
+    with refusing(f"the study {study.name!r} cannot be read:", msgspec.ValidationError):
         return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise UsageError(f"the study {study.name!r} cannot be read: {first_line(error)}") from error
 
 
 def recalled(study: Study, environments: Collection[str] | None = (), judge: Judge | None = None) -> list[Trial]:

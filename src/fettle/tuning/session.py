@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from fettle.errors import UsageError
+from fettle.errors import UsageError, refusing
 from fettle.files import for_compilers
 from fettle.machine import Machine
 from fettle.measure import (
@@ -125,7 +125,7 @@ class Session:
         with Worker(self._environment(), self._folder("logs") / "probe.log") as worker:
             if self.rules.may_go_first and not self.rules.under_load:
                 prefer(worker.pid, READY)
-            try:
+            with refusing("the workload could not be probed:", WorkerError):
                 built = worker.ask(messages.Build(self.target), messages.Built, timeout_s)
                 if fingerprint and built.fingerprint != fingerprint:
                     raise UsageError(
@@ -141,8 +141,6 @@ class Session:
                     worker, self.study, self._ranks, self._node_count, probed.facts,
                     self.options.device_memory_bytes, self.report,
                 )  # fmt: skip
-            except WorkerError as error:
-                raise UsageError(f"the workload could not be probed: {error}") from error
         self._imports = built.imports
         self.study.set_note("machine", msgspec.to_builtins(machine))
         self.study.set_note("goal", self.options.goal)

@@ -20,7 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from fettle.errors import UsageError
+from fettle.errors import UsageError, refusing
 from fettle.page import clean, shell
 from fettle.ui.listing import KINDS, TYPES, Contents, Item, inventory
 from fettle.units import size_text
@@ -197,10 +197,8 @@ def serve(site: Site, port: int = 0) -> Iterator[_Server]:
 
     Raises `UsageError` where the port is taken.
     """
-    try:
+    with refusing(f"cannot listen on 127.0.0.1:{port}:", (OSError, OverflowError)):
         server = _Server(site, port)
-    except (OSError, OverflowError) as error:
-        raise UsageError(f"cannot listen on 127.0.0.1:{port}: {getattr(error, 'strerror', None) or error}") from error
     with server:
         yield server
 

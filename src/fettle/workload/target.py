@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fettle.errors import UsageError, first_line
+from fettle.errors import UsageError, first_line, refusing
 from fettle.procs.child import importing
 from fettle.procs.limits import affinity_cores, physical_cores
 from fettle.workload.model import Workload, workload_from
@@ -77,15 +77,11 @@ class Target:
             if not _takes(factory, name):
                 raise UsageError(f"the factory {self.reference} has no parameter {name!r}")
         arguments = {"seed": seed, **self.arguments} if _takes(factory, "seed") else self.arguments
-        try:
+        with refusing(f"the factory {self.reference} raised", (Exception, SystemExit)):  # a script may leave
             built = factory(**arguments)
             if self.instead_of:
                 self._check_imports()
             return built
-        except UsageError:
-            raise
-        except (Exception, SystemExit) as error:  # a script without a main guard may leave
-            raise UsageError(f"the factory {self.reference} raised {first_line(error)}") from error
 
     def function(self) -> Callable[..., object]:
         """The function itself, not called. Its file is imported under the file's own name where that is free: a loader
@@ -164,11 +160,9 @@ def target_from_objects(workload: Any, folder: Path) -> Target:
             "instead, def workload(): return model, [batch], and pass 'file.py:workload'"
         ) from error
     path = (folder / "workload.pkl").resolve()
-    try:
+    with refusing(f"cannot write {path}:", OSError):
         folder.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror or first_line(error)}") from error
     name = workload.name or type(workload.model).__name__
     return Target(str(path), name, tuple(entry or str(Path.cwd()) for entry in sys.path if isinstance(entry, str)))
 
@@ -221,14 +215,9 @@ def _takes(factory: Callable[..., object], name: str) -> bool:
 
 def _find_factory(reference: str, *, under_its_name: bool = False) -> Callable[..., object]:
     location, _, name = reference.rpartition(":")
-    try:
-        with importing(location):
-            is_file = location.endswith(".py")
-            module = _executed(location, under_its_name) if is_file else importlib.import_module(location)
-    except UsageError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise UsageError(f"importing {location} failed: {first_line(error)}") from error
+    with refusing(f"importing {location} failed:", (Exception, SystemExit)), importing(location):
+        is_file = location.endswith(".py")
+        module = _executed(location, under_its_name) if is_file else importlib.import_module(location)
     factory = getattr(module, name, None)
     if not callable(factory):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from fettle.cli import _options, _show
-from fettle.errors import UsageError, extra
+from fettle.errors import UsageError, needing
 from fettle.files import check_writable, plain, read_bytes, read_text, write_text
 
 if TYPE_CHECKING:
@@ -103,14 +103,12 @@ def command(
 
       fettle serve load https://127.0.0.1:8443 -c 8 --ca-file certificate.pem
     """
-    try:
+    with needing("serve"):
         from fettle.load.client import trusting
         from fettle.load.compare import compare, read_baseline
         from fettle.load.run import TextLimits, as_data
         from fettle.load.texts import text_lines, text_requests
         from fettle.load.torchserve import COLUMNS, torchserve_row
-    except ImportError as error:
-        raise extra(f"{error.name} is not installed", "serve") from error
     wanted = _options.outputs(output, ".html", ".md", ".csv")
     page, markdown, csv_file = wanted.get(".html"), wanted.get(".md", markdown), wanted.get(".csv", csv_file)
     check_writable(page, markdown, csv_file)

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from fettle.cli import _options, _quiet, _show
-from fettle.errors import UsageError, first_line
+from fettle.errors import UsageError, refusing
 from fettle.files import read_bytes, read_toml
 from fettle.recipe import Recipe
 
@@ -138,10 +138,8 @@ def toml_settings(path: Path | None) -> dict[str, Any]:
     """The user's settings for a ready handler."""
     if path is None:
         return {}
-    try:
+    with refusing(f"{path} cannot be read:", (ValueError, RecursionError)):
         return read_toml(path)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} cannot be read: {first_line(error)}") from error
 
 
 def add_files(labels: Path | None, tokenizer: Path | None) -> dict[str, bytes]:

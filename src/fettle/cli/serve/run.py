@@ -15,7 +15,7 @@ import typer
 from fettle.cli import _options, _quiet, _show
 from fettle.cli._console import console
 from fettle.cli.serve._slo_packages import is_package
-from fettle.errors import UsageError, extra
+from fettle.errors import UsageError, needing
 from fettle.units import parse_size
 
 if TYPE_CHECKING:
@@ -98,13 +98,11 @@ def command(
     waits_ms = None if delay is None else _options.duration_s(delay, "--delay", bare="ms") * 1e3
     devices = ",".join(_options.devices(device))
     spare = _spare(packages, threads, workers) if p99 is None else None  # first of all: it imports torch meanwhile
-    try:
+    with needing("serve"):
         from fettle.loop import run
         from fettle.serve.engine.registry import Options
         from fettle.serve.engine.spans import Spans
         from fettle.serve.server import Address, serve, token_from
-    except ImportError as error:
-        raise extra(f"{error.name} is not installed", "serve") from error
     if not packages and store is None:
         raise UsageError("nothing to serve: name a package, or a folder of them with --store")
     if store is not None and not store.is_dir():

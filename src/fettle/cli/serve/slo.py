@@ -19,7 +19,7 @@ import typer
 from fettle.cli import _options, _quiet, _show
 from fettle.cli.serve._slo_answer import print_settings, print_texts
 from fettle.cli.serve._slo_packages import check_settings, is_package, variants_of
-from fettle.errors import UsageError, extra, first_line
+from fettle.errors import UsageError, first_line, needing
 from fettle.files import check_writable, write_text
 from fettle.kept_files import whole_folder
 
@@ -114,13 +114,11 @@ def command(
 
       fettle serve slo smollm-1 --ttft 500ms --itl 50ms --prompt-tokens lognormal:128:0.8 --output-tokens 64
     """
-    try:
+    with needing("serve"):
         import fettle.serve.server  # noqa: F401 (each server that is tried is a process of its own)
         from fettle.load.run import TextLimits
         from fettle.load.texts import text_lines
         from fettle.slo.outcome import as_data, torchserve_rows
-    except ImportError as error:
-        raise extra(f"{error.name} is not installed", "serve") from error
     from fettle.loop import run
     from fettle.measure import Surroundings
     from fettle.package import host

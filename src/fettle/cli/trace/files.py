@@ -21,7 +21,7 @@ from fettle.cli.trace.shared import (
     open_traces,
     question,
 )
-from fettle.errors import UsageError, first_line
+from fettle.errors import UsageError, refusing
 from fettle.files import check_writable
 from fettle.trace.analyses import hta as h
 from fettle.trace.frames import joined
@@ -152,10 +152,8 @@ def record(
         ) as profiler:
             for number in range(warmup + active):
                 show("recording", number, warmup + active)
-                try:
+                with refusing(f"{target} raised in step {number}:"):
                     result = step()
-                except Exception as error:
-                    raise UsageError(f"{target} raised in step {number}: {first_line(error)}") from error
                 if callable(result[0] if isinstance(result, tuple) and result else result):
                     raise UsageError(
                         f"{target} makes a model or a function, and is itself called once a step: name a function that "

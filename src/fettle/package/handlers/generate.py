@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from fettle.errors import UsageError, first_line
+from fettle.errors import UsageError, first_line, refusing
 from fettle.files import read_bytes, read_text
 from fettle.package.handlers.asking import Ask
 from fettle.package.handlers.parts import LAST, LOGITS, PAST, READ, SEEN, SOURCE, SOURCE_MASK, output_index
@@ -173,10 +173,8 @@ def chat_template(text: str) -> Any:
     made.filters["tojson"] = to_json
     made.globals["raise_exception"] = refuse
     made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    try:
+    with refusing("the chat template cannot be read:", TemplateError):
         return made.from_string(text)
-    except TemplateError as error:
-        raise UsageError(f"the chat template cannot be read: {first_line(error)}") from error
 
 
 def read_chat(tokenizer: Path | None, template: Path | None = None) -> tuple[dict[str, bytes], dict[str, str]]:
@@ -188,10 +186,8 @@ def read_chat(tokenizer: Path | None, template: Path | None = None) -> tuple[dic
     folder = tokenizer.parent if tokenizer is not None and not tokenizer.is_dir() else tokenizer
     config: dict[str, Any] = {}
     if folder is not None and (folder / _TOKENIZER_CONFIG).is_file():
-        try:
+        with refusing(f"{folder / _TOKENIZER_CONFIG} cannot be read:", (ValueError, RecursionError)):
             config = msgspec.json.decode(read_bytes(folder / _TOKENIZER_CONFIG, 16 << 20), type=dict[str, Any])
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"{folder / _TOKENIZER_CONFIG} cannot be read: {first_line(error)}") from error
     special = {key: _content(config[key]) for key in ("bos_token", "eos_token") if config.get(key)}
     if template is None and folder is not None and (folder / CHAT).is_file():
         template = folder / CHAT

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fettle.errors import UsageError, extra
+from fettle.errors import UsageError, needing
 from fettle.package.handlers.parts import (
     Array,
     Item,
@@ -132,10 +132,8 @@ class Handler(Images):
 
 def import_pillow() -> Any:
     """Pillow. `UsageError` where it is not installed."""
-    try:
+    with needing("serve", "images need Pillow"):
         from PIL import Image
-    except ImportError as error:
-        raise extra("images need Pillow", "serve") from error
     return Image
 
 

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fettle.errors import UsageError, extra, first_line
+from fettle.errors import UsageError, needing, refusing
 from fettle.files import read_bytes
 from fettle.package.handlers.parts import (
     Array,
@@ -187,16 +187,12 @@ def read_texts(request: dict[str, Any], max_characters: int) -> tuple[list[str],
 def read_tokenizer(folder: Path) -> Any:
     """``tokenizer.json`` of a package. Raises `UsageError` where it cannot be read, or the library is not installed."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the worker's threads are the model's
-    try:
+    with needing("text", "texts need the library tokenizers"):
         from tokenizers import Tokenizer
-    except ImportError as error:
-        raise extra("texts need the library tokenizers", "text") from error
     path = folder / TOKENIZER
     content = read_bytes(path, MAX_TOKENIZER_BYTES)
-    try:
+    with refusing(f"{path} is not a tokenizer:"):  # the library raises plain Exception
         return Tokenizer.from_buffer(content)
-    except Exception as error:  # the library raises plain Exception
-        raise UsageError(f"{path} is not a tokenizer: {first_line(error)}") from error
 
 
 def _padding(tokenizer: Any) -> dict[str, Any]:

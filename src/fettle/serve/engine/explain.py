@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fettle.errors import UsageError, extra
+from fettle.errors import UsageError, needing
 from fettle.package.manifest import Package
 from fettle.package.model_runner import load_samples
 from fettle.package.program import load_program
@@ -31,10 +31,8 @@ class Explainer:
     """The exported model with gradients. Raises `UsageError` where Captum is missing or the model has no rows."""
 
     def __init__(self, package: Package, device: str = "cpu") -> None:
-        try:
+        with needing("explain", "explanations need Captum"):
             from captum import attr
-        except ImportError as error:
-            raise extra("explanations need Captum", "explain") from error
         if package.manifest.model != "exported":
             raise UsageError(f"{package.manifest.name} cannot be explained: OpenVINO computes no gradients")
         self.inputs = package.manifest.inputs

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from fettle.errors import extra
+from fettle.errors import needing
 from fettle.serve.engine.request import Answer
 
 
@@ -19,7 +19,7 @@ class Spans:
     """
 
     def __init__(self, exporter: Any = None) -> None:
-        try:
+        with needing("otel", "spans need OpenTelemetry"):
             from opentelemetry import trace
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace import TracerProvider
@@ -30,8 +30,6 @@ class Spans:
                 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
                 exporter = OTLPSpanExporter()
-        except ImportError as error:
-            raise extra("spans need OpenTelemetry", "otel") from error
         # `create` reads OTEL_SERVICE_NAME, which stands above what is given here only where it is set.
         own = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": "fettle"}
         self._provider = TracerProvider(resource=Resource.create(own))
