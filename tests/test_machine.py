@@ -56,7 +56,7 @@ def test_a_device_without_room_for_them_has_no_peaks(monkeypatch):
 def test_peaks_of_any_accelerator_are_of_work_that_is_done(monkeypatch):
     pending = []
 
-    def wait():
+    def wait(device=None):
         while pending:
             time.sleep(pending.pop())
 

@@ -164,16 +164,14 @@ def measure_peaks(device: str) -> Mapping[str, float]:
 
 
 def _best_s(run: Callable[[], Any], device: str) -> float:
-    import torch
+    from fettle.workload import wait_for
 
-    has_queue = device != "cpu" and torch.accelerator.is_available()
-    wait: Callable[[], Any] = torch.accelerator.synchronize if has_queue else lambda: None
     best = float("inf")
     for _ in range(4):
-        wait()
+        wait_for(device)
         start = time.perf_counter()
         run()
-        wait()
+        wait_for(device)
         best = min(best, time.perf_counter() - start)
     return best
 

@@ -29,7 +29,7 @@ from fettle.inputs.pipeline import Step, batch_bytes, fetches, pipeline, with_se
 from fettle.inputs.setting import SHORT, Facts, Setting, Slice
 from fettle.procs.child import Failure
 from fettle.procs.parent import Parent, be_a_worker
-from fettle.workload import again
+from fettle.workload import again, wait_for
 
 _WARM_UP = 2
 _LONGEST_S = 8.0
@@ -130,10 +130,9 @@ class Loop:
             now = after
         self.board.pause()
         self.signal_workers(signal.SIGSTOP)
-        if self.device == "cuda":
-            began = time.perf_counter()
-            torch.cuda.synchronize()
-            walls[-1] += time.perf_counter() - began
+        began = time.perf_counter()
+        wait_for(self.device)
+        walls[-1] += time.perf_counter() - began
         elapsed = sum(walls)
         return Slice(
             batches=len(walls), rate=len(walls) / max(elapsed, 1e-12), waiting=waited / max(elapsed, 1e-12),
@@ -157,8 +156,7 @@ class Loop:
         while len(times) < 5 or (time.perf_counter() - began < 0.5 and len(times) < 200):
             batch, started = again(self.first), time.perf_counter()
             self.step(batch)
-            if self.device == "cuda":
-                torch.cuda.synchronize()
+            wait_for(self.device)
             times.append(time.perf_counter() - started)
         return statistics.median(times)
 
