@@ -211,18 +211,20 @@ def _forward_facts(workload: Workload) -> dict[str, Any]:
     module = workload.model if isinstance(workload.model, torch.nn.Module) else torch.nn.Module()
     training = _in_train_mode(workload)
     differs = any(_random_or_batch_dependent(child) for child in training)
-    watch, manual, changes, writes = _SeesSdpa(), 0, False, False
+    watch, manual, changes, writes, adds = _SeesSdpa(), 0, False, False, True
     alike: list[tuple[str, ...]] = []
     kinds: dict[str, None] = {}
     try:
         with unchanged(workload, module) as model, torch.no_grad():
 
             def outputs() -> Any:
-                nonlocal writes
+                nonlocal writes, adds
                 torch.manual_seed(0)
                 batch = _copy(workload.inputs[0])
                 answer = workload.run(model, batch)
-                writes = writes or not _equal(batch, workload.inputs[0])
+                kept, added = _left(batch, workload.inputs[0])
+                writes = writes or bool(added) or not kept
+                adds = adds and kept and {*map(id, added)} <= {*map(id, tensors(answer))}
                 return answer
 
             before = buffers_of(module)
@@ -247,8 +249,8 @@ def _forward_facts(workload: Workload) -> dict[str, Any]:
         pass
     return {
         "uses_sdpa": watch.seen, "uneven_sdpa": watch.uneven, "manual_attention": manual,
-        "train_mode_differs": differs, "changes_buffers": changes, "changes_inputs": writes, "fed_alike": tuple(alike),
-        "output_types": tuple(kinds),
+        "train_mode_differs": differs, "changes_buffers": changes, "changes_inputs": writes,
+        "adds_to_inputs": writes and adds, "fed_alike": tuple(alike), "output_types": tuple(kinds),
     }  # fmt: skip
 
 
@@ -273,6 +275,13 @@ def _copy(batch: Any) -> Any:
     except RuntimeError:
         with torch.no_grad():
             return fresh(batch)
+
+
+def _left(batch: Any, given: Any) -> tuple[bool, list[torch.Tensor]]:
+    """What a call has left of its batch: whether all that was `given` is as it was, and tensors that came to it."""
+    was, now = dict(leaves(given)), dict(leaves(batch))
+    kept = _equal([now.get(path) for path in was], list(was.values()))
+    return kept, tensors([leaf for path, leaf in now.items() if path not in was])
 
 
 def _equal(one: Any, other: Any) -> bool:
