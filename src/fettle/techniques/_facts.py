@@ -99,6 +99,8 @@ class Facts:
     num_parameters: int = 0
     parameter_bytes: int = 0
     num_linear: int = 0
+    uneven_steps: bool = False
+    """It has recurrent layers, and its inputs differ in more than their rows."""
     num_conv: int = 0
     num_conv_transpose: int = 0
     num_4d_inputs: int = 0

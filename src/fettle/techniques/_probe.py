@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -74,6 +75,7 @@ def _pipeline_facts(workload: Workload, allow_batch: bool) -> Facts:
         found[name] = replace(
             facts, part=name, calls=max(one.costs[name].calls for one in counted), seconds=spent[name],
             share=spent[name] / seconds, calibration_batches=len(workload.calibration),
+            uneven_steps=_uneven_steps(module.get_submodule(name), list(itertools.chain(*given))),
             shapes_vary=len(given) > 1 and {*map(_shapes, given[0])}.isdisjoint(map(_shapes, given[1])),
         )  # fmt: skip
     differs = any(one.train_mode_differs for one in found.values()) or any(
@@ -107,6 +109,7 @@ def _facts(workload: Workload, allow_batch: bool, forward: dict[str, Any]) -> Fa
         num_parameters=sum(parameter.numel() for parameter in parameters),
         parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
         num_linear=_count(module, torch.nn.Linear) + sum(map(is_conv1d, module.modules())),
+        uneven_steps=_uneven_steps(module, [*workload.inputs, *workload.check_inputs]),
         num_conv=_count(module, torch.nn.Conv2d) + _exported(module, aten.conv2d.default, aten.conv2d.padding),
         num_conv_transpose=_count(module, torch.nn.ConvTranspose2d) + _exported(module, aten.conv_transpose2d.input),
         num_4d_inputs=sum(tensor.dim() == 4 and tensor.is_floating_point() for tensor in given),
@@ -324,6 +327,12 @@ def _distance(one: Any, other: Any) -> float:
 
 def _shapes(batch: Any) -> tuple[Any, ...]:
     return tuple((path, tuple(leaf.shape)) for path, leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
+
+
+def _uneven_steps(module: torch.nn.Module, batches: Sequence[Any]) -> bool:
+    """Whether it has recurrent layers, and batches differ in more than their rows."""
+    sizes = {tuple((path, shape[1:]) for path, shape in _shapes(batch)) for batch in batches}
+    return len(sizes) > 1 and _count(module, torch.nn.RNNBase) > 0
 
 
 def _count(module: torch.nn.Module, kind: type[torch.nn.Module]) -> int:
