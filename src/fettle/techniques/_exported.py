@@ -24,11 +24,11 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
             torch.export.register_dataclass(kind)
             return flatten(tree)
         if issubclass(kind, UserDict):
-            pytree.register_pytree_node(
-                kind,
-                lambda given: (list(given.values()), tuple(given)),
-                lambda values, names, kind=kind: kind(dict(zip(names, values, strict=True))),
-            )
+
+            def unflatten(values: Any, names: Any, kind: Any = kind) -> Any:
+                return kind(dict(zip(names, values, strict=True)))
+
+            pytree.register_pytree_node(kind, lambda given: (list(given.values()), tuple(given)), unflatten)
             return flatten(tree)
     if others:
         raise RuntimeError(f"a {type(others[0]).__name__} among inputs or outputs cannot be exported")

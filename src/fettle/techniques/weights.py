@@ -155,6 +155,7 @@ class InBlocks(torch.nn.Module):
         self.register_buffer("like", weight.new_empty(0))
         self.packed: torch.Tensor
         self.scales: torch.Tensor
+        self.like: torch.Tensor
 
     @property
     def weight(self) -> torch.Tensor:
