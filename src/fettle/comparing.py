@@ -137,11 +137,11 @@ def bench(
     """
     several = [recipes] if isinstance(recipes, (Recipe, RecipeFile, str, Path)) else recipes
     options = Options(
-        limits=limits or Limits(), confidence=confidence, nproc=nproc, under_load=under_load, polite=polite,
-        effort=Effort(slice_s, max_rounds, REPLICATES),
+        limits=limits or Limits(), budget_s=budget_s, confidence=confidence, nproc=nproc, under_load=under_load,
+        polite=polite, effort=Effort(slice_s, max_rounds, REPLICATES),
     )  # fmt: skip
     workload = workload_of(model, inputs, call, metric, mode)
-    return _race(workload, several, options, budget_s, on_progress, settle=settle)
+    return _race(workload, several, options, on_progress, settle=settle)
 
 
 def check(
@@ -175,20 +175,19 @@ def check(
         names = [one.name for one in fields(Limits) if one.name in kept and one.name != idle]
         limits = Limits(**{"max_error": None, **{name: kept[name] for name in names}})
     options = Options(
-        limits=limits, goal=goal, nproc=nproc, polite=polite,
+        limits=limits, goal=goal, budget_s=budget_s, nproc=nproc, polite=polite,
         under_load=under_load or bool(file.evidence.get("under_load")),
         effort=Effort(rounds=Rules.max_rounds, replicates=REPLICATES),
     )  # fmt: skip
     workload = workload_of(model, inputs, call, metric, mode)
     fingerprint = "" if force else file.workload.get("fingerprint", "")
-    return _race(workload, [file], options, budget_s, on_progress, fingerprint=fingerprint)
+    return _race(workload, [file], options, on_progress, fingerprint=fingerprint)
 
 
 def _race(
     workload: Any,
     recipes: Sequence[AnyRecipe],
     options: Options,
-    budget_s: float | None,
     on_progress: OnProgress,
     *,
     settle: bool = True,
@@ -200,7 +199,8 @@ def _race(
     with tempfile.TemporaryDirectory(prefix="fettle-", ignore_cleanup_errors=True) as text:
         folder = Path(text)
         larger = any(batch_factor(file.recipe) > 1 for file in files)
-        options = replace(options, output=folder, budget_s=None, allow_batch=larger)  # the race has a budget
+        budget_s = options.budget_s  # the race's, not the session's
+        options = replace(options, output=folder, budget_s=None, allow_batch=larger)
         session = Session(check_ranks(options, target_of(workload, folder)), options, on_progress)
         try:
             session.report("building the workload and its reference")

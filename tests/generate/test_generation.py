@@ -141,6 +141,24 @@ def mamba() -> nn.Module:
     return transformers.MambaForCausalLM(config).eval()
 
 
+def git() -> nn.Module:
+    """A picture is not among its tokens, and has places before them."""
+    torch.manual_seed(0)
+    eyes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
+            "image_size": 16, "patch_size": 8}  # fmt: skip
+    config = transformers.GitConfig(
+        vision_config=eyes, vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=64, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, initializer_range=0.3,
+    )  # fmt: skip
+    return transformers.GitForCausalLM(config).eval()
+
+
+def gpt_neo() -> nn.Module:
+    """Every other layer sees the last four tokens only, and counts them from the last place there is."""
+    return small("GPTNeo", num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=4,
+                 max_position_embeddings=64)  # fmt: skip
+
+
 def roberta() -> nn.Module:
     """Its positions begin at 2."""
     torch.manual_seed(0)
@@ -257,6 +275,19 @@ def test_a_state_beside_keys_and_values_takes_one_token_and_no_guess(make) -> No
     assert "one token at a time" in conflict(Recipe({"guessing": "prompt"}), facts)
     with pytest.raises(RuntimeError, match="cannot forget a wrong guess"):
         write_guessing(decoder_of(model), prompt, new_tokens=4, ahead=3, guesses=Lookup())
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+def test_text_after_a_picture_that_is_not_among_the_tokens(padding) -> None:
+    model, prompt, picture = git(), ids(1, 5), torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    given = {"input_ids": nn.functional.pad(prompt, (padding, 0)), "pixel_values": picture}
+    given["attention_mask"] = (given["input_ids"] != 0).long()
+    text = write(decoder_of(model), **given, new_tokens=6)
+    whole = model(torch.cat([prompt, text], 1), pixel_values=picture).logits[:, -7:-1]
+    assert torch.equal(text, whole.argmax(-1))
+    assert torch.allclose(score(decoder_of(model), text, 4, **given), whole, atol=1e-4)
+    facts = probe_facts(fettle.GenerationWorkload(model, [given], new_tokens=4))
+    assert "fixed size" in conflict(Recipe({"kv_cache": "static"}), facts)
 
 
 def test_an_answer_without_what_is_kept_is_told() -> None:
@@ -986,6 +1017,9 @@ def test_levels_say_why_they_cannot_be_had() -> None:
     longer = transformers.LongT5ForConditionalGeneration(config).eval()
     grows = probe_facts(fettle.GenerationWorkload(longer, [ids(1, 4)], new_tokens=3))
     assert "fixed size" in conflict(Recipe({"kv_cache": "static"}), grows)
+    local = probe_facts(fettle.GenerationWorkload(gpt_neo(), [ids(1, 4)], new_tokens=3))
+    assert "a later one" in conflict(Recipe({"kv_cache": "static"}), local)
+    assert not conflict(Recipe({"kv_cache": "int8"}), local)
     windows = probe_facts(fettle.GenerationWorkload(gemma(), [ids(1, 4)], new_tokens=3))
     for facts in (two_parts, windows, grows):
         assert "every layer keeps every token" in conflict(Recipe({"kv_cache": "int8"}), facts)
@@ -1038,6 +1072,15 @@ def test_a_compiled_step_writes_the_same_of_sound() -> None:
     run = runs(work, kv_cache="static-prompts", guessing="prompt")
     for prompt in (sound, {**sound, "decoder_input_ids": ids(2, 3)}):
         assert torch.equal(run(**prompt), write(decoder_of(work.model), **prompt, new_tokens=12))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["int8-dynamic", "int8-blocks"])
+def test_a_compiled_step_may_look_at_weights_in_few_bits(level) -> None:
+    work = fettle.GenerationWorkload(t5(), [ids(1, 9)], new_tokens=4)
+    run, forced = runs(work, weights=level, kv_cache="static-compiled", grad="inference_mode"), ids(1, 6, 4)
+    wanted = score(decoder_of(t5()), forced, input_ids=ids(1, 9))
+    torch.testing.assert_close(run(ids(1, 9), forced=forced), wanted, rtol=0.1, atol=0.1)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -46,6 +46,12 @@ def test_relative_error_is_of_the_worst_leaf() -> None:
     assert compare(outputs, reference).error == pytest.approx(0.1, rel=1e-5)
 
 
+def test_complex_beside_real_numbers_is_told() -> None:
+    real = {"y": torch.ones(2, 2)}
+    for one, other in ((real, {"y": torch.ones(2, 2) + 0j}), ({"y": torch.ones(2, 2) + 0j}, real)):
+        assert "torch.complex64" in compare(one, other).problem
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_nan_and_inf_never_pass(value: float) -> None:
     reference = {"y": torch.ones(3)}

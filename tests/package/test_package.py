@@ -73,6 +73,29 @@ def test_a_sample_may_lie_in_memory_as_it_likes(tmp_path):
     assert run(image)[0].shape == (2, 2, 4, 5)
 
 
+class Adding(torch.nn.Module):
+    """It answers in the dictionary that it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 3)
+
+    def forward(self, batch):
+        batch["hidden"] = self.layer(batch["x"])
+        return batch
+
+
+@pytest.mark.parametrize("recipe", ["precision=bf16", "runtime=openvino", "compile=default grad=inference_mode"])
+def test_a_model_may_answer_in_the_dictionary_that_it_is_given(tmp_path, recipe):
+    model, x = Adding().eval(), torch.rand(2, 4)
+    package = write_package(Workload(model, [({"x": x},)]), Recipe.parse(recipe), tmp_path / "p", name="p")
+    assert [spec.name for spec in package.manifest.outputs] == ["x", "hidden"]
+    x = torch.rand(3, 4)
+    wanted = model({"x": x})["hidden"]
+    run, _ = load_model(package)
+    torch.testing.assert_close(run(x)[1].float(), wanted, rtol=0, atol=0.02)
+
+
 def test_a_recipe_is_applied_to_the_exported_model(tmp_path):
     recipe = Recipe.parse("precision=bf16 grad=inference_mode weights=as-given runtime=torch")  # two are the defaults
     package = write_package(odd(), recipe, tmp_path / "odd", name="odd")
@@ -92,6 +115,7 @@ def test_a_recipe_that_an_exported_model_cannot_have_is_refused(tmp_path):
     [
         (torch.sin, torch.ones(2), {}, "only an nn.Module can be packaged"),
         (torch.nn.ReLU(), torch.ones(2, dtype=torch.complex64), {}, "type torch.complex64 cannot be served"),
+        (torch.nn.ReLU(), torch.ones(0, 3), {}, "the first batch of the inputs has no rows"),
         (torch.nn.ReLU(), torch.ones(2), {"handler": Path("mine.py"), "handler_settings": {"top": 1}}, "for a ready"),
         (torch.nn.ReLU(), torch.ones(2), {"handler": Path("mine.py")}, "no such file"),
     ],
@@ -284,6 +308,9 @@ def test_a_file_that_is_no_archive(tmp_path):
     (tmp_path / "p.zip").write_bytes(b"not a zip")
     with pytest.raises(UsageError, match="cannot be unpacked"):
         open_package(tmp_path / "p.zip")
+    (tmp_path / "p").touch()
+    with pytest.raises(UsageError, match="is not a package"):
+        open_package(tmp_path / "p")
 
 
 def test_an_archive_that_was_written_anew_is_not_served_as_it_was(tmp_path):

@@ -44,7 +44,7 @@ from fettle.techniques.batch import endless
 from fettle.techniques.compile import During
 from fettle.techniques.cuda_graphs import Graphed
 from fettle.techniques.precision import to_16_bits
-from fettle.techniques.quantize import quantize_static
+from fettle.techniques.quantize import Quantize, quantize_static
 from fettle.tuning._arguments import check_techniques
 from fettle.workload import Target, Workload, find_target, leaves, spread, tensors
 from tests.forking import run_script
@@ -281,7 +281,12 @@ class Steps(torch.nn.Module):
 def test_calibration_on_steps_that_differ_in_number_says_so(every):
     said = r"the model with its recurrent layers \(onward\) takes inputs of one size, and the batches differ"
     with pytest.raises(RuntimeError, match=said):
-        quantize_static(Steps(every).eval(), [torch.rand(2, length, 4) for length in (12, 20)])
+        quantize_static(Steps(every).eval(), batches := [torch.rand(2, length, 4) for length in (12, 20)])
+    x86 = {"cpu_flags": ("avx2",), "packages": {"torchao": ""}, "calibration_batches": 1}
+    facts = replace(probe_facts(Workload(Steps(every).eval(), batches)), **x86)
+    assert "recurrent layers" in Quantize().levels(facts)[2].why_not  # before a trial
+    rows = replace(probe_facts(Workload(Steps(every).eval(), [torch.rand(n, 12, 4) for n in (2, 3)])), **x86)
+    assert Quantize().levels(rows)[2].why_not == ""
 
 
 class Masked(torch.nn.Module):

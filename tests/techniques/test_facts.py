@@ -1,12 +1,14 @@
 """The probe sees what is there, leaves the workload as it was, and no odd model breaks it."""
 
-from collections import deque
+import copy
+from collections import UserDict, deque
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
 
+import fettle
 from fettle.recipe import Recipe
 from fettle.techniques import conflict, load, probe_facts, source, state_kept
 from fettle.workload import Workload
@@ -217,6 +219,32 @@ def test_a_model_that_writes_into_its_inputs_gets_no_copies_of_them():
         assert "writes into what it is given" in conflict(Recipe.parse(text), facts)
     assert not conflict(Recipe.parse("precision=autocast-bf16"), facts)
     assert not probe_facts(Workload(lambda x, sums: x + sums, [batch])).changes_inputs
+
+
+class Adding(nn.Module):
+    """It answers in the dictionary that it is given, as SentenceTransformer does."""
+
+    def __init__(self, returns_it: bool = True) -> None:
+        super().__init__()
+        self.layer, self.returns_it = nn.Linear(4, 4), returns_it
+
+    def forward(self, batch):
+        batch["hidden"] = self.layer(batch["x"])
+        return batch if self.returns_it else batch["hidden"] * 2
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict])  # as tokenizers return one
+def test_a_model_may_answer_in_the_dictionary_that_it_is_given(kind):
+    model, x = Adding().eval(), torch.rand(2, 4)
+    wanted = model({"x": x})
+    for text in ("precision=bf16", "runtime=openvino", "runtime=onnxruntime"):
+        given = kind({"x": x})
+        answer = fettle.apply(copy.deepcopy(model), text, [(given,)])(given)
+        assert (type(answer), {*answer}) == (kind, {"x", "hidden"})
+        torch.testing.assert_close(answer["hidden"], wanted["hidden"], rtol=0, atol=0.02)
+        assert {*given} == {"x"}
+    others = probe_facts(Workload(Adding(returns_it=False).eval(), [({"x": x},)]))
+    assert "writes into what it is given" in conflict(Recipe.parse("precision=bf16"), others)
 
 
 @pytest.mark.parametrize("text", ["precision=bf16", "precision=autocast-bf16", "channels_last=on"])

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fettle
 from fettle.techniques import OpenvinoRequest, cpu_flags, openvino_core, openvino_model
 from fettle.techniques._chosen_layers import chosen_layers, layer_groups
 from fettle.techniques._openvino_int8 import openvino_answers, openvino_error, openvino_int8_part, openvino_ranges
@@ -314,3 +315,24 @@ def test_what_was_in_4_bits_by_blocks_stays_as_it_was() -> None:
     config = {"INFERENCE_PRECISION_HINT": "f32"}
     found = openvino.Core().compile_model(graph, "CPU", config)([x])[0]
     assert numpy.abs(found - numpy.maximum(x @ weights.T, 0)).max() < 2e-3 * numpy.abs(x @ weights.T).max()
+
+
+class HandsOn(torch.nn.Module):
+    """Among its answers is what it was given, as dropout leaves it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.drop = torch.nn.Linear(4, 4), torch.nn.Dropout()
+
+    def forward(self, x):
+        return self.drop(x), self.layer(x)
+
+
+def test_what_a_model_hands_on_is_answered_and_left_as_it_was():
+    model, x, other = HandsOn().eval(), torch.rand(2, 4), torch.rand(2, 4)
+    kept, wanted = x.clone(), model(x)
+    run = fettle.apply(model, "runtime=openvino", [x])
+    found = run(x)
+    assert torch.equal(run(other)[0], other)
+    assert torch.equal(x, kept)
+    torch.testing.assert_close(found, wanted)

@@ -150,6 +150,11 @@ def test_a_result_that_was_tampered_with(folder: Path, change: dict, run_fettle:
         ({"techniques": ["precision"]}, "techniques is a mapping"),
         ({"techniques": {"precision": "bf17"}}, "no level 'bf17'"),
         ({"confidence": 95}, "confidence"),
+        ({"confidence": "high"}, "`confidence` takes float, not 'high'"),
+        ({"budget_s": "60"}, r"`budget_s` takes float \| None, not '60'"),
+        ({"exact": "no"}, "`exact` takes bool, not 'no'"),
+        ({"first": 3}, r"`first` takes Sequence\[str\], not 3"),
+        ({"effort": fettle.Effort(rounds="many")}, "`rounds` takes int, not 'many'"),
         ({"budget_s": -1}, "budget must be above 0"),
         ({"max_error": float("inf")}, "max error must be above 0 and finite"),
         ({"max_eror": 0.1}, "did you mean max_error"),
@@ -167,6 +172,8 @@ def test_bad_arguments_of_the_function(folder: Path, arguments: dict, words: str
 def test_a_comparison_with_an_impossible_confidence_is_not_begun(folder: Path) -> None:
     with pytest.raises(fettle.UsageError, match="confidence"):
         fettle.bench("work.py", "baseline", confidence=95)
+    with pytest.raises(fettle.UsageError, match="`budget_s` takes"):
+        fettle.bench("work.py", "baseline", budget_s="60")
 
 
 def test_live_objects_that_are_no_model(folder: Path) -> None:

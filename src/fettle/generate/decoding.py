@@ -18,8 +18,8 @@ def part(output: Any, name: str, place: int) -> Any:
     if isinstance(output, dict):
         if name not in output:
             raise TypeError(
-                f"the model's answer has no {name}: give a model that writes, as AutoModelForCausalLM makes them, or "
-                "an object with prefill and decode"
+                f"the model's answer has no {name}: give a model that writes, whose answer has logits and "
+                "past_key_values, as most of AutoModelForCausalLM's have, or an object with prefill and decode"
             )
         return output[name]
     return getattr(output, name) if hasattr(output, name) else output[place]
@@ -57,6 +57,7 @@ class Kept:
         self.mask: Any = None
         self.given: dict[str, Any] = {}
         self.is_whole = False
+        self.beside = 0  # places that no token has: a picture's, where none of the prompt's tokens stand for it
 
     @torch.no_grad()
     def prefill(self, room: int = 0, **prompt: Any) -> torch.Tensor:
@@ -73,10 +74,12 @@ class Kept:
             tokens, self.given = prompt.pop("input_ids"), prompt
         self.past = self.new_cache(tokens, room)
         self.mask = self.new_mask(None if mask is None else mask.long())
-        self.is_whole = bool(self.given)  # its other arguments are about the whole prompt
+        self.is_whole, self.beside = bool(self.given), 0  # its other arguments are about the whole prompt
         for new in [tokens] if self.is_whole or not self.piece else tokens.split(self.piece, 1):
             scores = self.ahead(new, 1)
         if not self.two_parts:
+            if self.is_whole and hasattr(self.past, "get_seq_length"):
+                self.beside = self.past.get_seq_length() - tokens.shape[1]
             self.given = {}
         if self.kept != "past_key_values":  # padding is not in the state
             self.mask = None
@@ -130,15 +133,17 @@ class Kept:
     def ahead(self, tokens: torch.Tensor, last: int) -> torch.Tensor:
         """One call of the model; with `last` only so many scores are needed."""
         given = {self.kept: self.past, "use_cache": True, "return_dict": True, "logits_to_keep": last}
+        # Untold, Bamba counts places from 0 in each call, and GIT those of a picture as well.
+        told = self.beside or (self.one_at_a_time and not self.is_whole)
         if self.mask is not None:
             count = tokens.shape[1]
             new = torch.cat([self.next_mask, torch.ones_like(tokens)], 1)[:, :count]
             self.mask, self.next_mask = torch.cat([self.mask, new], 1), self.next_mask[:, count:]
             places = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -count:]
             given |= {"attention_mask": self.mask, "position_ids": places}
-        elif self.one_at_a_time and self.past is not None and "position_ids" in self.takes and not self.is_whole:
-            # Bamba, untold, counts places from 0 in each call
-            given["position_ids"] = torch.full_like(tokens, self.past.get_seq_length())
+        elif told and self.past is not None and "position_ids" in self.takes:
+            places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+            given["position_ids"] = places + (self.past.get_seq_length() - self.beside)
         given = {name: value for name, value in given.items() if name in self.takes}
         name = "decoder_input_ids" if self.two_parts else "input_ids"
         output = self.model(**{name: tokens}, **(given | self.given))

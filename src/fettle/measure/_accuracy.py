@@ -43,6 +43,8 @@ def compare(outputs: Outputs, reference: Outputs) -> Accuracy:
             return Accuracy(problem=f"the output has no {path}, which the reference has")
         if got.shape != wanted.shape:
             return Accuracy(problem=f"{path} has shape {tuple(got.shape)}, the reference {tuple(wanted.shape)}")
+        if got.is_complex() != wanted.is_complex():
+            return Accuracy(problem=f"{path} is {got.dtype}, the reference {wanted.dtype}")
         if not wanted.is_floating_point() and not wanted.is_complex():
             different = (got.to(wanted.dtype) != wanted).double().mean().item() if wanted.numel() else 0.0
             error = max(error, different)

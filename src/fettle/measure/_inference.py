@@ -35,7 +35,7 @@ from fettle.measure._state import (
 )
 from fettle.structure import structure
 from fettle.techniques import Notes, keep_converted, load, probe_facts, state_kept
-from fettle.workload import Workload, again, fingerprint, fresh, map_tensors, rows_of, switches, tensors
+from fettle.workload import Workload, fingerprint, fresh, map_tensors, rows_of, switches, tensors
 
 
 def build(state: State, request: messages.Build) -> messages.Built:
@@ -146,23 +146,20 @@ def prepare(state: State, request: messages.Prepare) -> messages.Prepared:
 def _own_generators(batch: Any) -> Any:
     """The batch in containers of its own, with copies of its generators: each call draws what the reference's call
     of it drew."""
-    return map_tensors(torch.Generator.clone_state, again(batch), torch.Generator)
+
+    def own(leaf: Any) -> Any:
+        return leaf.clone_state() if isinstance(leaf, torch.Generator) else leaf
+
+    return map_tensors(own, batch, (torch.Tensor, torch.Generator))
 
 
 def with_check(workload: Any) -> Any:
     """The workload with its rows counted and, where the user gave one batch only, a second one to judge on: the same
     rows in another order, so that a recipe which only knows the first batch is found out."""
-    first = workload.inputs[0]
     every = tensors([*workload.inputs, *workload.check_inputs])
     if any(tensor.is_nested and tensor.layout == torch.strided for tensor in every):
         raise UsageError("the inputs hold a nested tensor of the older layout, which has no shape: make it with "
                          "layout=torch.jagged")  # fmt: skip
-    rows = workload.samples or rows_of(first)
-    if not rows and any(tensor.dim() for tensor in tensors(first)):
-        raise UsageError(
-            "the first batch of the inputs has no rows: give batches with at least one, or the number of rows in one "
-            "call, Workload(..., samples=N)"
-        )
     check = list(workload.check_inputs)
     if not check and len(workload.inputs) == 1:
 
@@ -172,7 +169,7 @@ def with_check(workload: Any) -> Any:
             return tensor.roll(1, 0) if tensor.shape[0] > 1 else tensor.flip(-1)
 
         check = [map_tensors(other, workload.inputs[0])]
-    return replace(workload, samples=rows or 1, check_inputs=check)
+    return replace(workload, samples=workload.rows, check_inputs=check)
 
 
 def check_inputs(workload: Any) -> None:

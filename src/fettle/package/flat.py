@@ -15,7 +15,7 @@ from fettle.package.model_runner import as_array
 from fettle.package.tensors import FROM_NUMPY, TensorSpec
 from fettle.recipe import Recipe
 from fettle.techniques import find
-from fettle.workload import Workload, device_of, leaves, map_tensors, rows_of, tensors
+from fettle.workload import Workload, device_of, leaves, map_tensors, tensors
 
 MOST_JUDGED = 2
 """Batches on which a package's answers are compared with the model's, beside the sample."""
@@ -38,7 +38,7 @@ class Flat(torch.nn.Module):
         if not paths:
             raise UsageError("the model's inputs hold no tensor: nothing can be served")
         batches = _alike(workload.inputs, paths)
-        rows = workload.samples or rows_of(first) or 1
+        rows = workload.rows
         self.rows, self.batches = rows, batches
         self.samples = batches[0]
         self.device = device_of(self.inner, first)

@@ -120,7 +120,7 @@ def open_package(path: Path) -> Package:
 
     Raises `UsageError` with one line for anything that is not a sound package.
     """
-    if path.is_file():
+    if path.is_file() and path.suffix:
         path = unpack(path, path.with_suffix(""))
     if not (path / MANIFEST).is_file():
         raise UsageError(f"{path} is not a package: it has no {MANIFEST}")

@@ -8,8 +8,10 @@ from fettle.workload import spread
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Leaves and structure of a tree. Dataclasses that torch does not know yet are made known."""
+    """Leaves and structure of a tree. Dataclasses that torch does not know yet, and what is a dict in all but its type,
+    such as what transformers' tokenizers return, are made known."""
     import dataclasses
+    from collections import UserDict
     from enum import Enum
 
     from torch.utils import _pytree as pytree
@@ -17,11 +19,17 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
     leaves, spec = pytree.tree_flatten(tree)
     plain = (torch.Tensor, int, float, bool, str, Enum, type(None), torch.dtype, torch.device)
     others = [leaf for leaf in leaves if not isinstance(leaf, plain)]
-    unknown = {type(leaf) for leaf in others if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)}
-    for kind in unknown:
-        torch.export.register_dataclass(kind)
-    if unknown:
-        return flatten(tree)
+    for kind in {*map(type, others)}:
+        if dataclasses.is_dataclass(kind):
+            torch.export.register_dataclass(kind)
+            return flatten(tree)
+        if issubclass(kind, UserDict):
+
+            def unflatten(values: Any, names: Any, kind: Any = kind) -> Any:
+                return kind(dict(zip(names, values, strict=True)))
+
+            pytree.register_pytree_node(kind, lambda given: (list(given.values()), tuple(given)), unflatten)
+            return flatten(tree)
     if others:
         raise RuntimeError(f"a {type(others[0]).__name__} among inputs or outputs cannot be exported")
     return leaves, spec

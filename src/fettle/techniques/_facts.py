@@ -71,7 +71,10 @@ class Facts:
     changes_buffers: bool = False
     """A forward pass in eval mode changes the module's buffers: running averages, counters, caches."""
     changes_inputs: bool = False
-    """A forward pass writes into the tensors that it is given."""
+    """A forward pass leaves its batch another one: it writes into tensors, takes some out or puts some in."""
+    adds_to_inputs: bool = False
+    """All that it changes of its batch is that it puts tensors in which are in its answer, too, as a model does that
+    answers in the dictionary which it was given."""
     output_types: tuple[str, ...] = ()
     """The floating dtypes among its outputs, without ``torch.``."""
     custom_call: bool = False
@@ -96,6 +99,8 @@ class Facts:
     num_parameters: int = 0
     parameter_bytes: int = 0
     num_linear: int = 0
+    uneven_steps: bool = False
+    """It has recurrent layers, and its inputs differ in more than their rows."""
     num_conv: int = 0
     num_conv_transpose: int = 0
     num_4d_inputs: int = 0
@@ -211,7 +216,8 @@ class Facts:
     @property
     def no_copies(self) -> str:
         """Why the model cannot be given copies of its inputs; empty where it can."""
-        return "the model writes into what it is given, and would be given a copy" if self.changes_inputs else ""
+        writes = self.changes_inputs and not self.adds_to_inputs
+        return "the model writes into what it is given, and would be given a copy" if writes else ""
 
     @property
     def not_nvidia(self) -> str:

@@ -20,8 +20,8 @@ def generation_facts(workload: Workload) -> dict[str, Any]:
     model = workload.model
     decoder = decoder_of(model)
     keeps = "own" if decoder is model else "state" if decoder.one_at_a_time else _fixed_size(model)
-    if not keeps:
-        keeps = "state" if _has_state(decoder, workload.inputs[0]) else "dynamic"
+    if not keeps or (keeps in ("static", "whole") and workload.inputs[0].keys() - {"input_ids", "attention_mask"}):
+        keeps = _seen(decoder, workload.inputs[0]) or keeps or "dynamic"
     return {
         "max_error": MAX_KL,
         "new_tokens": int(workload.new_tokens),
@@ -38,7 +38,9 @@ def _fixed_size(model: Any) -> str:
     layers = _layers(model)
     if not layers or set(map(_kind, layers)) - {"StaticLayer", "StaticSlidingWindowLayer"}:
         return ""
-    return "static" if hasattr(layers[0], "cumulative_length") else "whole"  # as in transformers 4
+    from_its_end = "local" in getattr(model.config, "attention_layers", ())  # GPT-Neo's windows: of the whole room
+    counts = hasattr(layers[0], "cumulative_length")  # not in transformers 4
+    return "static" if counts and not from_its_end else "whole"
 
 
 def _kind(layer: Any) -> str:
@@ -59,11 +61,12 @@ def _layers(model: Any) -> Sequence[Any]:
         return []
 
 
-def _has_state(decoder: Kept, prompt: dict[str, Any]) -> bool:
-    """Whether some layer keeps a state in place of keys and values; its cache says so once it has read a prompt."""
+def _seen(decoder: Kept, prompt: dict[str, Any]) -> str:
+    """What shows once it has read a prompt: ``state`` where some layer has one in place of keys and values, ``dynamic``
+    where pictures have places beside those of tokens, which no room was set aside for; else empty."""
     with contextlib.suppress(Exception):  # the baseline trial will say what is wrong with it
         decoder.prefill(room=1, **prompt)
-    return decoder.one_at_a_time
+    return "state" if decoder.one_at_a_time else "dynamic" if decoder.beside else ""
 
 
 def writing(codes: Sequence[Code]) -> Code:

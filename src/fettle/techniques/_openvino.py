@@ -136,6 +136,9 @@ class OpenvinoRequest:
         self.bits = [torch.bfloat16 if output.element_type.get_type_name() == "bf16" else None for output in outputs]
         self.shapes = [output.get_partial_shape() for output in outputs]
         self.static = all(shape.is_static for shape in self.shapes) and not any(self.bits)
+        # What is handed on as it came has one name and one memory: an array for the output would become the input.
+        given = {name for one in self.request.model_inputs for name in one.get_names()}
+        self.static = self.static and not any(given & one.get_names() for one in outputs)
         self.inputs: list[Any] = []
         self.results: list[Any] = []
 

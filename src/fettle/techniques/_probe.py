@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -74,6 +75,7 @@ def _pipeline_facts(workload: Workload, allow_batch: bool) -> Facts:
         found[name] = replace(
             facts, part=name, calls=max(one.costs[name].calls for one in counted), seconds=spent[name],
             share=spent[name] / seconds, calibration_batches=len(workload.calibration),
+            uneven_steps=_uneven_steps(module.get_submodule(name), list(itertools.chain(*given))),
             shapes_vary=len(given) > 1 and {*map(_shapes, given[0])}.isdisjoint(map(_shapes, given[1])),
         )  # fmt: skip
     differs = any(one.train_mode_differs for one in found.values()) or any(
@@ -107,6 +109,7 @@ def _facts(workload: Workload, allow_batch: bool, forward: dict[str, Any]) -> Fa
         num_parameters=sum(parameter.numel() for parameter in parameters),
         parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
         num_linear=_count(module, torch.nn.Linear) + sum(map(is_conv1d, module.modules())),
+        uneven_steps=_uneven_steps(module, [*workload.inputs, *workload.check_inputs]),
         num_conv=_count(module, torch.nn.Conv2d) + _exported(module, aten.conv2d.default, aten.conv2d.padding),
         num_conv_transpose=_count(module, torch.nn.ConvTranspose2d) + _exported(module, aten.conv_transpose2d.input),
         num_4d_inputs=sum(tensor.dim() == 4 and tensor.is_floating_point() for tensor in given),
@@ -211,18 +214,20 @@ def _forward_facts(workload: Workload) -> dict[str, Any]:
     module = workload.model if isinstance(workload.model, torch.nn.Module) else torch.nn.Module()
     training = _in_train_mode(workload)
     differs = any(_random_or_batch_dependent(child) for child in training)
-    watch, manual, changes, writes = _SeesSdpa(), 0, False, False
+    watch, manual, changes, writes, adds = _SeesSdpa(), 0, False, False, True
     alike: list[tuple[str, ...]] = []
     kinds: dict[str, None] = {}
     try:
         with unchanged(workload, module) as model, torch.no_grad():
 
             def outputs() -> Any:
-                nonlocal writes
+                nonlocal writes, adds
                 torch.manual_seed(0)
                 batch = _copy(workload.inputs[0])
                 answer = workload.run(model, batch)
-                writes = writes or not _equal(batch, workload.inputs[0])
+                kept, added = _left(batch, workload.inputs[0])
+                writes = writes or bool(added) or not kept
+                adds = adds and kept and {*map(id, added)} <= {*map(id, tensors(answer))}
                 return answer
 
             before = buffers_of(module)
@@ -247,8 +252,8 @@ def _forward_facts(workload: Workload) -> dict[str, Any]:
         pass
     return {
         "uses_sdpa": watch.seen, "uneven_sdpa": watch.uneven, "manual_attention": manual,
-        "train_mode_differs": differs, "changes_buffers": changes, "changes_inputs": writes, "fed_alike": tuple(alike),
-        "output_types": tuple(kinds),
+        "train_mode_differs": differs, "changes_buffers": changes, "changes_inputs": writes,
+        "adds_to_inputs": writes and adds, "fed_alike": tuple(alike), "output_types": tuple(kinds),
     }  # fmt: skip
 
 
@@ -273,6 +278,13 @@ def _copy(batch: Any) -> Any:
     except RuntimeError:
         with torch.no_grad():
             return fresh(batch)
+
+
+def _left(batch: Any, given: Any) -> tuple[bool, list[torch.Tensor]]:
+    """What a call has left of its batch: whether all that was `given` is as it was, and tensors that came to it."""
+    was, now = dict(leaves(given)), dict(leaves(batch))
+    kept = _equal([now.get(path) for path in was], list(was.values()))
+    return kept, tensors([leaf for path, leaf in now.items() if path not in was])
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -315,6 +327,12 @@ def _distance(one: Any, other: Any) -> float:
 
 def _shapes(batch: Any) -> tuple[Any, ...]:
     return tuple((path, tuple(leaf.shape)) for path, leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
+
+
+def _uneven_steps(module: torch.nn.Module, batches: Sequence[Any]) -> bool:
+    """Whether it has recurrent layers, and batches differ in more than their rows."""
+    sizes = {tuple((path, shape[1:]) for path, shape in _shapes(batch)) for batch in batches}
+    return len(sizes) > 1 and _count(module, torch.nn.RNNBase) > 0
 
 
 def _count(module: torch.nn.Module, kind: type[torch.nn.Module]) -> int:

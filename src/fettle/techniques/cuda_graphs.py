@@ -71,17 +71,21 @@ class Graphed:
         from torch.utils import _pytree as pytree
 
         inputs = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        args, kwargs = pytree.tree_unflatten(inputs, spec)
+
+        def call() -> Any:
+            args, kwargs = pytree.tree_unflatten(inputs, spec)  # containers of its own: a model may add to them
+            return self.model(*args, **kwargs)
+
         side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):
-                self.model(*args, **kwargs)
+                call()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         torch.clear_autocast_cache()  # or casts of weights that are cached would not be in the graph
         with torch.cuda.graph(graph):
-            output = self.model(*args, **kwargs)
+            output = call()
         torch.clear_autocast_cache()
         return (graph, inputs, *flatten(output))
 

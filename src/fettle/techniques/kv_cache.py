@@ -222,7 +222,7 @@ class KvCache(Technique):
     def levels(self, facts: Facts) -> list[Level]:
         why_not = facts.no_text or "the workload's object keeps them itself" * (facts.keeps == "own")
         able = facts.keeps in ("static", "whole")
-        older = "the cache of fixed size of this transformers does not count its tokens: install a later one"
+        older = "this transformers has no cache of fixed size that works for this model: a later one may have it"
         none = "transformers has no cache of fixed size for this model"
         static = why_not or none * (not able) or older * (facts.keeps == "whole")
         return [

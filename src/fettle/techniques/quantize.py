@@ -273,6 +273,8 @@ def _static(facts: Facts) -> str:
         return "the workload has a call of its own, and an exported model has only its forward"
     if facts.changes_buffers:
         return "the model changes its own buffers when it is called, and calibrating calls it"
+    if facts.uneven_steps:
+        return "exported, its recurrent layers take inputs of one size, and the batches differ"
     if not facts.num_linear + facts.num_conv:
         return "the model has no convolution or linear layer"
     return "" if facts.calibration_batches else "no batches to calibrate on: give at least two"

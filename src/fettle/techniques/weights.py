@@ -105,7 +105,7 @@ class FewBits(torch.nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """The weights [out, in], for a model that looks at them itself."""
-        return Unpacked(self)
+        return self.whole(self.like) if torch.compiler.is_compiling() else Unpacked(self)
 
     def whole(self, like: torch.Tensor) -> torch.Tensor:
         """The weights [out, in] as ordinary numbers of the type of `like`."""
@@ -155,11 +155,12 @@ class InBlocks(torch.nn.Module):
         self.register_buffer("like", weight.new_empty(0))
         self.packed: torch.Tensor
         self.scales: torch.Tensor
+        self.like: torch.Tensor
 
     @property
     def weight(self) -> torch.Tensor:
         """The weights [out, in], for a model that looks at them itself."""
-        return Unpacked(self)
+        return self.whole(self.like) if torch.compiler.is_compiling() else Unpacked(self)
 
     def whole(self, like: torch.Tensor) -> torch.Tensor:
         """The weights [out, in] as ordinary numbers of the type of `like`."""

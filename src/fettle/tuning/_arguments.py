@@ -12,8 +12,10 @@ import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, get_args
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import psutil
 
@@ -85,6 +87,8 @@ def live_folder(cache: Path) -> Path:
 
 def check_options(options: Options) -> None:
     """Raise `UsageError` for what cannot be, whatever the workload is."""
+    for given in (options, options.limits, options.effort):
+        _check_types(given)
     if options.goal not in GOALS:
         raise UsageError(f"unknown goal {options.goal!r}: there are {', '.join(GOALS)}")
     if options.design not in DESIGNS:
@@ -103,6 +107,20 @@ def check_options(options: Options) -> None:
         raise UsageError(
             f"an impossible limit: the trial timeout must be 1 s or more, and is {options.trial_timeout_s:g} s"
         )
+
+
+_NUMBERS = {int: Real, float: Real, bool: Integral}
+"""What may stand for these, such as NumPy's."""
+
+
+def _check_types(given: Any) -> None:
+    """Raise `UsageError` for a field of a data class that is of another type than it says."""
+    for name, kind in get_type_hints(type(given)).items():
+        each = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+        types = [_NUMBERS.get(one, get_origin(one) or one) for one in each]
+        value = getattr(given, name)
+        if Literal not in types and not isinstance(value, tuple(types)):
+            raise UsageError(f"`{name}` takes {type(given).__annotations__[name]}, not {value!r:.80}")
 
 
 def check_limits(limits: Limits) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -151,7 +152,7 @@ def options_of(options: Options | None, keywords: Keywords) -> Options:
         changes["techniques"] = {}
     for name in ("output", "atlas"):  # as text, also in `options`
         path = changes.get(name, getattr(chosen, name))
-        changes[name] = path if path is None else Path(path)
+        changes[name] = Path(path) if isinstance(path, (str, os.PathLike)) else path
     return replace(chosen, limits=limits, **changes)
 
 

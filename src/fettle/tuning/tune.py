@@ -80,9 +80,9 @@ def tune(
 
     started = time.monotonic()
     options = options_of(options, keywords)
+    allowed = check_techniques(options.techniques)
     check_options(options)
     rows = read_atlas(options.atlas) if options.atlas is not None else ()
-    allowed = check_techniques(options.techniques)
     folder = writable(options.output)
     options = replace(options, output=folder)
     subject = workload_of(model, inputs, call, metric, options.mode)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fettle.batches import read_batches
 from fettle.errors import UsageError
-from fettle.workload.trees import Batch, is_numbers, leaves, map_tensors, spread
+from fettle.workload.trees import Batch, is_numbers, leaves, map_tensors, rows_of, spread, tensors
 
 if TYPE_CHECKING:
     import torch
@@ -92,6 +92,18 @@ class Workload:
         if self.check_inputs:
             return list(self.inputs)
         return list(self.inputs[: len(self.inputs) // 2])
+
+    @property
+    def rows(self) -> int:
+        """Rows in one call: `samples`, else those of the first batch; 1 where its tensors have none. Raises
+        `UsageError` where it is empty."""
+        rows = self.samples or rows_of(self.inputs[0])
+        if not rows and any(tensor.dim() for tensor in tensors(self.inputs[0])):
+            raise UsageError(
+                "the first batch of the inputs has no rows: give batches with at least one, or the number of rows in "
+                "one call, Workload(..., samples=N)"
+            )
+        return rows or 1
 
     def run(self, model: Callable[..., Any], batch: Batch) -> Any:
         """Call `model` on one batch in the workload's way."""
