@@ -324,7 +324,7 @@ def _tune(run: _Run, results: Mapping[str, Any]) -> Step:
 def _verify(run: _Run, results: Mapping[str, Any]) -> Step:
     """The recipe again, in fresh processes and a race of its own, on the workload as it is now."""
     if "recipe" not in results:
-        return Step(name="verify", status="skipped", says="no recipe was found that changes anything")
+        return Step(name="verify", status="skipped", says="there is no recipe to verify")
     compared = check(
         run.target, run.folder / "tune" / "recipe.toml", mode=run.settings.mode, on_progress=run.on_progress
     )
