@@ -78,7 +78,7 @@ class Improvement:
         if tuned is None or tuned.status != "done":
             return "Interrupted before anything was tuned." if self.interrupted else "Nothing was tuned."
         if tuned.speedup is None:
-            return "Nothing was found that makes it faster."
+            return tuned.says
         if verified is None or verified.status == "skipped":
             return f"{interval(tuned.speedup)} as fast as given, not verified."
         if verified.status == "failed":

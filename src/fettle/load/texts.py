@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fettle.errors import UsageError, first_line
+from fettle.errors import UsageError
 from fettle.files import read_bytes
 from fettle.load.client import Connection, Request, get_json, http_request
 
@@ -215,10 +215,13 @@ def _lengths(text: str, option: str, count: int, random: np.random.Generator) ->
 
 
 def _read(file: Path) -> list[TextLine]:
-    try:
-        lines = [msgspec.json.decode(line, type=TextLine) for line in read_bytes(file).splitlines() if line.strip()]
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{file} has no line of JSON for each request: {first_line(error)}") from error
+    lines = []
+    for number, line in enumerate(read_bytes(file).splitlines(), 1):
+        try:
+            lines += [msgspec.json.decode(line, type=TextLine)] if line.strip() else []
+        except (ValueError, RecursionError) as error:
+            text = f'{file}, line {number}: {error}; a text is a line of JSON, {{"prompt": "...", "max_tokens": 50}}'
+            raise UsageError(text) from error
     if not lines:
         raise UsageError(f"{file} is empty")
     return lines
