@@ -38,6 +38,9 @@ def test_every_combination_has_the_same_rounds_and_the_surprise_comes_out(monkey
     assert time.dominant[0] == "precision"
     ratio = {effect.label: effect for effect in time.effects}["precision=bf16 × channels_last=on"].ratio
     assert ratio.low < 2.0 < ratio.high
+    assert not table.notes
+    busy = [replace(trials[0], is_quiet=False), *trials[1:]]
+    assert "1 of 9 experiments" in table_of([Measured("made up", {}, space.choices, busy)], {}).notes[0]
 
 
 def test_without_equal_rounds_the_race_ends_when_the_leader_is_certain(monkeypatch, tmp_path):

@@ -12,6 +12,7 @@ from fettle.measure._training import _check_step
 from fettle.recipe import Recipe
 from fettle.techniques import Facts, load, source
 from fettle.train import Steps, load_training, training_facts, training_fingerprint
+from fettle.train.workload import make
 from fettle.workload import find_target
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
@@ -89,6 +90,10 @@ def workload(seed=0):
     torch.manual_seed(seed)
     return {"model": torch.nn.Linear(2, 2), "optimizer": functools.partial(torch.optim.SGD, lr=0.1), "loss": loss,
             "data": [torch.ones(3, 2)]}
+
+def shuffled():
+    rows = [torch.ones(2) * place for place in range(64)]
+    return {**workload(), "data": torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True)}
 
 def short():
     return {"model": torch.nn.Linear(2, 2)}
@@ -173,6 +178,13 @@ def test_settings_of_groups_count_and_addresses_do_not():
     assert len({hashed(SGD), hashed(in_groups(0.2)), hashed(in_groups(0.3)), hashed(in_groups(0.3, 0))}) == 4
     assert hashed(in_groups(0.2)) == hashed(in_groups(0.2))
     assert hashed(Shaped) == hashed(Shaped)
+
+
+def test_a_loader_that_shuffles_begins_alike_whether_or_not_the_mode_was_known(tmp_path):
+    (tmp_path / "small.py").write_text(FILE)
+    target = find_target(f"{tmp_path}/small.py:shuffled")
+    known = training_fingerprint(load_training(target))
+    assert training_fingerprint(load_training(target, made=make(target)[0])) == known
 
 
 def test_a_factory_is_given_the_seed(tmp_path):

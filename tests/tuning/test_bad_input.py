@@ -70,6 +70,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("bench work.py --recipe precision=bf17", "no level 'bf17'"),
         ("bench work.py --recipe warp=on", "unknown technique"),
         ("bench work.py --recipe absent.toml", "cannot read the recipe"),
+        ("study work.py --design ablation --recipe absent.toml", "cannot read the recipe"),
+        ("serve package work.py --recipe precision", "is not TECHNIQUE=LEVEL"),
         ("bench work.py --rounds 1", "3 or more"),
         ("bench work.py --confidence 95", "--confidence"),
         ("bench work.py --confidence nan", "--confidence"),

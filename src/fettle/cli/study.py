@@ -70,7 +70,10 @@ def command(
     ] = None,
     order: Annotated[str, typer.Option(help="techniques in the order of the ladder, NAME,NAME")] = "",
     recipe: Annotated[
-        str | None, typer.Option(help="what an ablation takes apart, a sensitivity study varies, a ladder starts from")
+        str | None,
+        typer.Option(
+            help="text or recipe.toml: what an ablation takes apart, a sensitivity study varies, a ladder starts from"
+        ),
     ] = None,
     grow_batch: Annotated[
         str | None,
@@ -139,7 +142,7 @@ def command(
 
       fettle study --from-csv cube.csv --response "throughput (it/s)" --group-by model-arch
     """
-    from fettle.recipe import Recipe
+    from fettle.recipe_file import read_recipe
     from fettle.studies import Settings, check_name, read_csv, read_ladder, stored
 
     folder, wanted = places(output, _FOLDER)
@@ -164,7 +167,7 @@ def command(
         design=design, techniques=_options.levels(technique, "--technique"), only=only,
         arguments=_options.levels(factor, "--factor"), pythons=tuple(python or ()),
         order=tuple(name.strip() for name in order.split(",") if name.strip()),
-        start=None if recipe is None else Recipe.parse(recipe), cells=cells, rounds=rounds,
+        start=None if recipe is None else read_recipe(recipe).recipe, cells=cells, rounds=rounds,
         grow_batch=None if grow_batch is None else _limit_bytes(grow_batch),
         budget_s=_options.duration_s(budget, "--budget"), mode=mode, max_error=max_error, output=folder,
         max_metric_drop=max_metric_drop, storage=storage, name=study or "", atlas=atlas, under_load=under_load,
@@ -278,6 +281,8 @@ def _print(
         for rung in rungs:
             if not rung.kept:
                 console.print(f"[yellow]  {escape(rung.label)}: {escape(rung.reason or 'left out')}[/]")
+            if rung.grown is not None:
+                console.print(f"[dim]  {escape(rung.label)}, no larger batch: {escape(rung.grown.why)}[/]")
     for analysis in analyses:
         console.print(f"\n[bold]{escape(analysis.title)}[/]")
         console.print(escape(lead(analysis)))

@@ -17,6 +17,7 @@ from fettle.gate.revisions import Repository
 from fettle.machine import this_machine
 from fettle.measure import Interval, Trial, contrast_interval, process_logs
 from fettle.tuning import OnProgress
+from fettle.units import count_text
 
 LOOKS = (4, 8, 12)
 """Processes of each commit in the races of one question: each race is a new one, and the next is made where the last
@@ -171,8 +172,8 @@ class _Search:
     def _error_rate(self) -> str:
         rate = 1 - self.ground.settings.confidence
         return (
-            f"Error rate of the whole search: at most {rate:.3g}, if one commit made the difference ({self.questions} "
-            f"questions, up to {len(LOOKS)} races each, {self.alpha:.2g} a race)."
+            f"Error rate of the whole search: at most {rate:.3g}, if one commit made the difference "
+            f"({count_text(self.questions, 'question')}, up to {len(LOOKS)} races each, {self.alpha:.2g} a race)."
         )
 
     def _entry(

@@ -78,7 +78,7 @@ class Improvement:
         if tuned is None or tuned.status != "done":
             return "Interrupted before anything was tuned." if self.interrupted else "Nothing was tuned."
         if tuned.speedup is None:
-            return "Nothing was found that makes it faster."
+            return tuned.says
         if verified is None or verified.status == "skipped":
             return f"{interval(tuned.speedup)} as fast as given, not verified."
         if verified.status == "failed":
@@ -324,7 +324,7 @@ def _tune(run: _Run, results: Mapping[str, Any]) -> Step:
 def _verify(run: _Run, results: Mapping[str, Any]) -> Step:
     """The recipe again, in fresh processes and a race of its own, on the workload as it is now."""
     if "recipe" not in results:
-        return Step(name="verify", status="skipped", says="no recipe was found that changes anything")
+        return Step(name="verify", status="skipped", says="there is no recipe to verify")
     compared = check(
         run.target, run.folder / "tune" / "recipe.toml", mode=run.settings.mode, on_progress=run.on_progress
     )

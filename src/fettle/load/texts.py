@@ -215,8 +215,11 @@ def _lengths(text: str, option: str, count: int, random: np.random.Generator) ->
 
 
 def _read(file: Path) -> list[TextLine]:
-    with refusing(f"{file} has no line of JSON for each request:", (ValueError, RecursionError)):
-        lines = [msgspec.json.decode(line, type=TextLine) for line in read_bytes(file).splitlines() if line.strip()]
+    lines = []
+    for number, line in enumerate(read_bytes(file).splitlines(), 1):
+        shape = '{"prompt": "...", "max_tokens": 50}'
+        with refusing(f"{file}, line {number}: a text is a line of JSON like {shape}:", (ValueError, RecursionError)):
+            lines += [msgspec.json.decode(line, type=TextLine)] if line.strip() else []
     if not lines:
         raise UsageError(f"{file} is empty")
     return lines

@@ -22,6 +22,7 @@ from fettle.package.settings import powers
 from fettle.procs.child import Child, ChildError, Request
 from fettle.procs.parent import Parent, be_a_worker
 from fettle.slo.calibrate import ANSWER_S, START_S, Stopped
+from fettle.units import count_text
 
 Array = np.ndarray[Any, Any]
 SECONDS = 0.3
@@ -141,7 +142,8 @@ def calibrate_texts(
                 for number, cell in enumerate(todo, 1):
                     if stopped():
                         raise Stopped
-                    tried = f"{name}, {cell.rows} texts with {cell.new} tokens after {cell.kept}"
+                    rows, new = count_text(cell.rows, "text"), count_text(cell.new, "token")
+                    tried = f"{name}, {rows} with {new} after {cell.kept}"
                     on_progress(f"cost of {tried}: {number} of {len(todo)}")
                     samples = child.call(_Time(cell, SECONDS), list[float], ANSWER_S)
                     middle = statistics.median(samples)

@@ -156,7 +156,7 @@ def _scatter(name: str, table: Table, lead: Analysis) -> Figure:
         )
         .encode(
             x=alt.X("value:Q", title=f"{response.name} (log)", scale=alt.Scale(type="log", nice=False, padding=12),
-                    axis=alt.Axis(tickCount=6, format="~s")),
+                    axis=alt.Axis(tickCount=6, format="~g")),
             y=alt.Y("place:N", title=None, axis=alt.Axis(labelLimit=220)),
             yOffset=alt.YOffset("jitter:Q"),
             tooltip=[alt.Tooltip("recipe:N"), alt.Tooltip("value:Q", title=response.name, format=".4~g")],

@@ -15,6 +15,7 @@ from fettle.page.theme import ACCENT, LEVERS, MORE, NEUTRAL, QUIET, WARN, colour
 from fettle.studies.analysis import Analysis
 from fettle.studies.effects import Effect
 from fettle.studies.model import Level
+from fettle.studies.sentences import between, times
 
 _MOST = 24
 _MOST_CROSSED = 30
@@ -44,7 +45,7 @@ def across(name: str, title: str, better: str, places: Mapping[str, Mapping[Leve
     shown = ranked[: max(_FEWEST, _MOST_ACROSS // len(places))]
     rows = [
         {"level": "=".join(level), "place": place, "ratio": ratio.estimate, "low": ratio.low, "high": ratio.high,
-         "text": f"{ratio.estimate:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}]"}
+         "text": f"{times(ratio.estimate)} {between(ratio)}"}
         for level in shown for place, ratio in told[level].items()
     ]  # fmt: skip
     order = list(places)
@@ -58,7 +59,7 @@ def across(name: str, title: str, better: str, places: Mapping[str, Mapping[Leve
     line = base.mark_rule(strokeWidth=1.6).encode(x=_times(better), x2="high:Q")
     dot = base.mark_point(filled=True, size=50, opacity=1).encode(x="ratio:Q")
     words = "; ".join(
-        f"{'='.join(level)} " + ", ".join(f"{told[level][place].estimate:.2f}x {place}" for place in told[level])
+        f"{'='.join(level)} " + ", ".join(f"{times(told[level][place].estimate)} {place}" for place in told[level])
         for level in shown[:6]
     )
     words = f"What each level brings, those that differ most first: {words}."
@@ -96,7 +97,7 @@ def _forest(name: str, analysis: Analysis) -> Figure | None:
         rows.append({
             "effect": effect.label, "ratio": effect.ratio.estimate, "low": effect.ratio.low, "high": effect.ratio.high,
             "reading": effect.reading, "kind": kind,
-            "text": f"{effect.ratio.estimate:.2f}x [{effect.ratio.low:.2f}, {effect.ratio.high:.2f}]",
+            "text": f"{times(effect.ratio.estimate)} {between(effect.ratio)}",
         })  # fmt: skip
     if not rows:
         return None
@@ -132,7 +133,7 @@ def _matrix(name: str, analysis: Analysis) -> Figure | None:
             row |= {"gain": None, "text": "?", "reading": effect.why or "cannot tell"}
         else:
             ratio = effect.ratio.estimate
-            row |= {"gain": max(-1.0, min(1.0, math.log(ratio))), "text": f"{ratio:.2f}", "reading": effect.reading}
+            row |= {"gain": max(-1.0, min(1.0, math.log(ratio))), "text": times(ratio)[:-1], "reading": effect.reading}
         for a, b in sorted({(names[0], names[-1]), (names[-1], names[0])}):
             rows.append({**row, "a": a, "b": b})
     if len(order) < 2 or not any(len(effect.levels) > 1 for effect in analysis.effects):
@@ -149,7 +150,7 @@ def _matrix(name: str, analysis: Analysis) -> Figure | None:
     )
     pairs = [one for one in _with_intervals(analysis) if len(one.levels) > 1 and one.is_claimed][:6]
     largest = (
-        "; ".join(f"{one.label} {one.ratio.estimate:.2f}x" for one in pairs if one.ratio) or "none that is not chance"
+        "; ".join(f"{one.label} {times(one.ratio.estimate)}" for one in pairs if one.ratio) or "none that is not chance"
     )
     words = f"Matrix of {len(order)} levels: what two bring together beyond the product of each. Largest: {largest}."
     return picture(name, _title("Interactions", analysis), words, max(120, 30 * len(order)), cells, text)

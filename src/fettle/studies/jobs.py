@@ -79,11 +79,13 @@ def _slurm(job: Job) -> Made:
     text = f"""#!/bin/bash
 # Workers of the study {job.study}, by fettle export slurm. Start it in the folder that holds the targets.
 # The storage's password stands in ~/.pgpass (host:port:database:user:password, for nobody else to read).
+# What your site asks for besides goes to sbatch: --time, --partition, --account.
 #SBATCH --job-name=fettle-{job.study}
 #SBATCH --nodes={job.machines}
 #SBATCH --ntasks-per-node={each}
-{gpus}# Nobody else's work beside what is measured.
+{gpus}# Nobody else's work beside what is measured, and all of a node's memory, which exclusive alone does not give.
 #SBATCH --exclusive
+#SBATCH --mem=0
 # A node that fails ends its own workers only, and others take over; a job that is preempted goes on where it was.
 #SBATCH --no-kill
 #SBATCH --requeue
@@ -115,6 +117,8 @@ def _kubernetes(job: Job) -> Made:
     words = ", ".join(json.dumps(word) for word in [*job.words, "--output", f"/results/{job.study}"])
     text = f"""# Workers of the study {job.study}, by fettle export kubernetes.
 # The storage's password is a secret: kubectl create secret generic {name} --from-literal=password=...
+# What is measured is kept in the storage. A worker's own pages are lost with its pod: the same are drawn, anywhere, by
+# fettle study --storage {job.storage} --study {job.study}
 # Without a limit on its cores a worker uses all of its node's: keep other work off them while it measures. With one,
 # the kubelet needs the static CPU manager policy, or the worker is throttled in the middle of what it measures.
 apiVersion: batch/v1

@@ -98,7 +98,10 @@ def table_of(measured: Sequence[Measured], arguments: Mapping[str, Sequence[str]
     factors = {name: tuple(levels) for name, levels in choices.items() if len(levels) > 1}
     factors |= {name: tuple(levels) for name, levels in outside.items()}
     rows = [_row(one, trial, choices, factors) for one in measured for trial in one.trials]
-    return Table(factors, RESPONSES, tuple(rows), apart=frozenset(outside))
+    ran = [trial for one in measured for trial in one.trials if trial.status != "failed"]
+    busy = sum(not trial.is_quiet for trial in ran)
+    note = f"{busy} of {len(ran)} experiments were made while others used the machine: a quiet one has other figures"
+    return Table(factors, RESPONSES, tuple(rows), notes=(note,) if busy else (), apart=frozenset(outside))
 
 
 def _row(

@@ -11,6 +11,7 @@ from fettle.studies import table as studied
 from fettle.studies.analysis import Analysis
 from fettle.studies.checks import HeldOut
 from fettle.studies.outcome import Rung
+from fettle.studies.sentences import between, times
 
 _MOST = 60
 MISSING = "–"
@@ -126,8 +127,8 @@ def effects_table(analysis: Analysis) -> Table:
     for effect in ordered[:_MOST]:
         ratio = effect.ratio
         known = ratio is not None and ratio.low > 0 and math.isfinite(ratio.high)
-        interval = f"[{ratio.low:.3f}, {ratio.high:.3f}]" if ratio is not None and known else MISSING
-        estimate = f"{ratio.estimate:.3f}x" if ratio is not None else MISSING
+        interval = between(ratio) if ratio is not None and known else MISSING
+        estimate = times(ratio.estimate) if ratio is not None else MISSING
         p = f"{effect.p:.2g}" if math.isfinite(effect.p) else MISSING
         reading = effect.reading + (f": {effect.why}" if effect.why else "")
         rows.append((Cell(effect.label, code=True), estimate, interval, p, str(effect.experiments), reading))

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from fettle.measure import Interval
 from fettle.studies.effects import ZONE, Effect
 from fettle.studies.model import Estimate, Level, Model, Term
 
@@ -50,9 +51,8 @@ def sentences(model: Model, effects: Sequence[Effect]) -> list[Sentence]:
 def _average(model: Model, effect: Effect) -> Sentence:
     assert effect.ratio is not None
     kind: Kind = "hurts" if effect.reading == "hurt" else "helps"
-    low, high = _times(effect.ratio.low)[:-1], _times(effect.ratio.high)[:-1]
-    where = f"{_times(effect.ratio.estimate)} [{low}, {high}]"
-    worth = f"{effect.label} hurts: {where}" if kind == "hurts" else f"{effect.label} is worth {where}"
+    verb = "hurts:" if kind == "hurts" else "is worth"
+    worth = f"{effect.label} {verb} {times(effect.ratio.estimate)} {between(effect.ratio)}"
     text = f"{worth} on average" if len(model.levels) > 1 else worth
     return Sentence(kind, text, effect.levels, (effect.ratio.estimate,), effect.certain)
 
@@ -74,7 +74,7 @@ def _way(model: Model, effect: Effect, level: Level, other: Level) -> Sentence:
     name, stage = "=".join(level), "=".join(other)
     before, after = _ratio(alone), _ratio(beside)
     when = "at" if other[0] in model.apart else "after"
-    numbers = f"{_times(before)} alone, {_times(after)} {when} {stage}"
+    numbers = f"{times(before)} alone, {times(after)} {when} {stage}"
     kind: Kind
     if _helps(beside) and not _helps(alone) and alone.gain < _PART * beside.gain:
         kind, text = "needs", f"{name} needs {stage}: worth {numbers}"
@@ -95,7 +95,13 @@ def _ratio(gain: Estimate) -> float:
     return math.exp(max(-700.0, min(700.0, gain.gain)))
 
 
-def _times(ratio: float) -> str:
+def between(ratio: Interval) -> str:
+    """An interval in its brackets."""
+    return f"[{times(ratio.low)[:-1]}, {times(ratio.high)[:-1]}]"
+
+
+def times(ratio: float) -> str:
+    """A ratio with the digits that it needs: ``2.20x``, ``1/2,000x``."""
     if 0 < ratio < 0.001:
         return f"1/{1 / ratio:,.0f}x"
     return f"{ratio:.2f}x" if 0.1 <= ratio < 100 else f"{ratio:.3g}x"

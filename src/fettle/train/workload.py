@@ -154,10 +154,12 @@ def make(target: Target) -> tuple[object, str]:
 
 
 def load_training(target: Target, seed: int = 0, made: object = None) -> TrainingWorkload:
-    """Build the training workload of `target`, seeding torch with `seed` first, or take what its factory has `made`.
+    """Build the training workload of `target`, seeding torch with `seed` first, or take what its factory just `made`.
     Raises `UsageError` in one line."""
-    torch.manual_seed(seed)
-    workload = training_workload_from(target.make(seed) if made is None else made, target.reference)
+    if made is None:  # otherwise the generators are where the factory left them: a loader that shuffles goes by them
+        torch.manual_seed(seed)
+        made = target.make(seed)
+    workload = training_workload_from(made, target.reference)
     return workload if workload.name else dataclasses.replace(workload, name=target.name)
 
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 def command(
     target: _options.Target,
     recipe: Annotated[
-        Path | None, typer.Option(help="recipe.toml that fettle tune wrote; without it, the model as given")
+        str | None,
+        typer.Option(help="recipe.toml that fettle tune wrote, or 'precision=bf16'; without it, the model as given"),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="a folder, or a file ending in .zip; default: NAME-VERSION")
@@ -66,11 +67,11 @@ def command(
     from fettle.package.export import write_package
     from fettle.package.handlers.generate import read_chat
     from fettle.package.settings import ServeSettings
-    from fettle.recipe_file import RecipeFile, load_recipe
+    from fettle.recipe_file import RecipeFile, read_recipe
     from fettle.workload import find_target
 
     named = find_target(target)
-    tuned = load_recipe(recipe) if recipe is not None else RecipeFile()
+    tuned = read_recipe(recipe) if recipe is not None else RecipeFile()
     called = name or named.name
     path = output or Path(f"{called}-{version}")
     files = add_files(labels, tokenizer)

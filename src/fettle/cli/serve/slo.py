@@ -131,7 +131,10 @@ def command(
     check_writable(csv_file := wanted.get(".csv", csv_file))
     if ttft or itl:
         if p99 is not None or storage is not None or recipe or price:
-            raise UsageError("--ttft and --itl are for a package that writes texts, without --p99, recipes and prices")
+            raise UsageError(
+                "--ttft and --itl go without --p99, --recipe, --storage and --price-per-hour: to choose among recipes, "
+                "package the model with each (fettle serve package --recipe) and name the packages"
+            )
         limits = TextLimits(_options.limit_s(ttft, "--ttft"), _options.limit_s(itl, "--itl"))
         _of_texts(
             target, limits, text_lines(prompt_tokens, output_tokens, texts), wanted.get(""), csv_file, write=write,
@@ -262,7 +265,7 @@ class _Work:
     ) -> _Work:  # fmt: skip
         """Read what the command line names. Raises `UsageError`."""
         from fettle.recipe import Recipe
-        from fettle.recipe_file import load_recipe
+        from fettle.recipe_file import read_recipe
 
         text = next((text for text in texts if not is_package(text)), "")
         if not text:
@@ -272,12 +275,8 @@ class _Work:
             return cls(packages[0].package.manifest.name, packages=packages)
         if texts[1:]:
             raise UsageError(f"{text} is no package: several that are named are packages of one model")
-        from fettle.techniques import check_names
-
         target = _options.target_or_package(text)
-        levels = [load_recipe(item).recipe if item.endswith(".toml") else Recipe.parse(item) for item in recipes]
-        for item in levels:
-            check_names(item)
+        levels = [read_recipe(item).recipe for item in recipes]
         if storage is not None:
             from fettle.slo.variants import study_recipes
 
