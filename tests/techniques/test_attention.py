@@ -11,7 +11,7 @@ from torch import nn
 import fettle
 from fettle.errors import UsageError
 from fettle.recipe import Recipe
-from fettle.techniques import load, probe_facts, source
+from fettle.techniques import conflict, load, probe_facts, source
 from fettle.techniques._attention_rewrite import count_manual_attention
 from fettle.workload import Workload
 
@@ -154,6 +154,42 @@ def test_transformers_implementations():
     run = load(source(Recipe({"attention": "hf-eager"}), facts), "optimized")(model, [ids])
     assert model.config._attn_implementation == "eager"
     torch.testing.assert_close(run(ids).last_hidden_state, expected)
+
+
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_a_window_is_computed_some_tokens_at_a_time(kind: str, monkeypatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    settings = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+                "intermediate_size": 16, "layer_types": ["sliding_attention", "full_attention"]}  # fmt: skip
+    if kind == "encoder":
+        tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0)
+        model = transformers.ModernBertModel(transformers.ModernBertConfig(**settings, **tokens, local_attention=40))
+    else:
+        more = {"num_key_value_heads": 1, "head_dim": 8, "sliding_window": 40, "pad_token_id": 0, "use_cache": False}
+        model = transformers.Gemma3TextModel(transformers.Gemma3TextConfig(**settings, **more))
+    ids, mask = torch.randint(1, 32, (2, 700)), torch.ones(2, 700).long()
+    mask[1, :400] = 0
+    batches = [{"input_ids": ids}, {"input_ids": ids, "attention_mask": mask}]
+    facts = probe_facts(Workload(model.eval(), batches))
+    recipe = Recipe({"attention": "windowed"})
+    assert not conflict(recipe, facts)
+    assert "cannot look up what a mask shows" in conflict(recipe.with_levels(compile="default"), facts)
+    short = probe_facts(Workload(model, [ids[:, :200]]))
+    assert not short.has_window
+    assert "256 tokens" in conflict(recipe, short)
+    expected = [model(**batch).last_hidden_state for batch in batches]
+    keys = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention",
+                        lambda *args, **more: keys.append(args[1].shape[2]) or attend(*args, **more))  # fmt: skip
+    run = load(source(recipe, facts), "optimized")(model, batches)
+    for batch, wanted in zip(batches, expected, strict=True):
+        there = batch.get("attention_mask", torch.ones_like(ids)) > 0
+        torch.testing.assert_close(run(**batch).last_hidden_state[there], wanted[there])
+    assert max(keys) == 700
+    assert min(keys) < 256 + 40
+    exported = torch.export.export(model, (ids,)).module()  # which has the whole
+    torch.testing.assert_close(exported(ids).last_hidden_state, expected[0])
 
 
 def test_what_was_chosen_when_the_model_was_built_is_no_level():

@@ -27,7 +27,10 @@ NEEDS = {
     "smollm2_text": "gguf",
 }
 LIGHT = ["digits", "resnet50", "bert_base", "minilm", "gpt2_generate", "whisper_tiny_encoder", "lstm"]
-HEAVY = ["gpt2", "gpt2_text", "smollm2_text", "convnext_tiny", "vit_b16", "sam_vit_b", "sd_unet", "minilm_passages"]
+HEAVY = [
+    "gpt2", "gpt2_text", "smollm2_text", "convnext_tiny", "vit_b16", "sam_vit_b", "sd_unet", "minilm_passages",
+    "modernbert_base",
+]  # fmt: skip
 TRAINED = ["ocr", "speech", "detection"]
 SLOW = {*HEAVY, "gpt2_generate", "bert_base"}
 """Left to the slow tests; of `gpt2_generate` one row is run in each run of the tests."""

@@ -117,6 +117,8 @@ class Facts:
     """Qualified class names of submodules repeated at least three times in one ModuleList or Sequential."""
     hf_attention: tuple[str, ...] = ()
     """Attention implementations that a transformers model can be switched to here; the first is the one in use."""
+    has_window: bool = False
+    """Some layers see only the tokens nearby, as transformers' configuration says, and an input is long enough."""
     manual_attention: int = 0
     """Modules whose attention is written out by hand and can be rewritten to SDPA."""
     fed_alike: tuple[tuple[str, ...], ...] = ()

@@ -119,6 +119,8 @@ def _facts(workload: Workload, allow_batch: bool, forward: dict[str, Any]) -> Fa
         padding=None if generation else _padding(workload),
         block_classes=_block_classes(module),
         hf_attention=_hf_attention(module, device),
+        has_window=any(_has_window(child.config) for child in module.modules() if _is_transformers(child))
+        and any(max(tensor.shape, default=0) > 256 for batch in workload.inputs for tensor in tensors(batch)),
         decomposed_bias=len(with_decomposed_bias(module)),
         is_unet=is_unet(module),
         makes_pictures=is_decoder(module),
@@ -365,6 +367,11 @@ def _hf_attention(module: torch.nn.Module, device: str) -> tuple[str, ...]:
     others = ("sdpa", "eager", *(["flash_attention_2"] if device == "cuda" else []))
     works = (name for name in others if _quietly(partial(model.get_correct_attn_implementation, name), ""))
     return (in_use, *(name for name in works if name != in_use))
+
+
+def _has_window(config: Any) -> bool:
+    kinds = getattr(config, "layer_types", None)
+    return "sliding_attention" in kinds if kinds else getattr(config, "sliding_window", None) is not None
 
 
 def _looks_up_attention(kind: type) -> bool:

@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import torch
+
 from fettle.kernels import DECOMPOSED_ATTENTION
 from fettle.techniques._attention_rewrite import REWRITE
-from fettle.techniques._base import Code, Facts, Level, Recipe, Technique, register
+from fettle.techniques._base import Bundle, Code, Facts, Level, Recipe, Technique, register
 from fettle.techniques._tiled_attention import DECOMPOSED
 from fettle.workload import spread
 
@@ -19,6 +21,38 @@ def set_attention(model: Any, name: str) -> None:
     else:
         for child in model.children():
             set_attention(child, name)
+
+
+def windowed_attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **more: Any
+) -> tuple[torch.Tensor, Any]:
+    """transformers' SDPA for some queries at a time, with the keys between the first and the last that their mask
+    shows; a graph cannot look there, and has all keys. Queries [rows, heads, tokens, size]; the answer is [rows,
+    tokens, heads, size]."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward as attend
+
+    size, tokens = 256, query.shape[2]
+    whole = tokens <= size or torch.compiler.is_compiling() or getattr(attention_mask, "dtype", None) != torch.bool
+    if whole or any(more.get(name) is not None for name in ("position_bias", "cache")):
+        return attend(module, query, key, value, attention_mask, **more)
+    found = []
+    for start in range(0, tokens, size):
+        mask = attention_mask[:, :, start : start + size]
+        shown = mask.flatten(0, 2).view(torch.uint8).amax(0).nonzero()  # `any` takes eight times as long
+        keys = slice(int(shown[0]), int(shown[-1]) + 1) if len(shown) else slice(None)
+        queries, mask = query[:, :, start : start + size], mask[..., keys]
+        found.append(attend(module, queries, key[:, :, keys], value[:, :, keys], mask, **more)[0])
+    return torch.cat(found, 1), None
+
+
+def set_windowed_attention(model: Any) -> None:
+    """Register it with transformers, under masks as for SDPA, and switch to it."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register("windowed", windowed_attention)
+    AttentionMaskInterface.register("windowed", sdpa_mask)
+    set_attention(model, "windowed")
 
 
 @register
@@ -42,6 +76,11 @@ class Attention(Technique):
             Level("flex", "torch's FlexAttention, compiled, adds a bias by row and column", bias["flex"]),
             Level("fused", "a bias by row and column is added inside one kernel, and never written out", bias["fused"]),
         ]
+        no_window = "no layer has a sliding window, or no input is longer than 256 tokens" * (not facts.has_window)
+        if not no_window and "sdpa" not in facts.hf_attention:
+            no_window = "this model cannot be switched to sdpa here"
+        text = "layers with a sliding window take some tokens at a time, with those that their mask shows"
+        found.append(Level("windowed", text, no_window))
         for name in _HF:
             why_not = f"this model cannot be switched to {name} here"
             if not facts.hf_attention:
@@ -67,6 +106,12 @@ class Attention(Technique):
         runtime = recipe.levels.get("runtime", "torch")
         if runtime != "torch" and level in _MADE:
             return f"runtime={runtime} {_MADE[level][1]}"
+        if level == "windowed":
+            graphs = {"runtime": "torch", "compile": "off", "cuda_graphs": "off"}
+            made = [name for name, usual in graphs.items() if recipe.levels.get(name, usual) != usual]
+            made += ["kv_cache"] * (recipe.levels.get("kv_cache") == "static-prompts")
+            if made:
+                return f"{made[0]}={recipe.levels[made[0]]} makes a graph, which cannot look up what a mask shows"
         if level == "flex":
             if recipe.levels.get("grad", "grad") == "grad":
                 return "FlexAttention is for calls without autograd here: needs grad=inference_mode or no_grad"
@@ -80,6 +125,9 @@ class Attention(Technique):
             return "dropout stands between weights and values: needs mode=eval"
         return ""
 
+    def bundles(self, facts: Facts) -> list[Bundle]:
+        return [Bundle(50, {"attention": "windowed"})] if facts.has_window else []
+
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         if level in _MADE:
             helpers: tuple[Any, ...] = (*DECOMPOSED, *(DECOMPOSED_ATTENTION if level == "fused" else ()))
@@ -88,6 +136,9 @@ class Attention(Technique):
             invoke = "call(model, *args, **kwargs)" if facts.custom_call else "model(*args, **kwargs)"
             lines = ("args, kwargs = spread(batches[0])", f"rewrite_attention(model, lambda: {invoke})")
             return Code(helpers=(spread, *REWRITE), prepare=lines)
+        if level == "windowed":
+            helpers = (windowed_attention, set_attention, set_windowed_attention)
+            return Code(helpers=helpers, prepare=("set_windowed_attention(model)",))
         return Code(helpers=(set_attention,), prepare=(f'set_attention(model, "{level.removeprefix("hf-")}")',))
 
 
