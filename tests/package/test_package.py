@@ -73,6 +73,13 @@ def test_a_sample_may_lie_in_memory_as_it_likes(tmp_path):
     assert run(image)[0].shape == (2, 2, 4, 5)
 
 
+def test_a_model_that_was_exported_already_has_no_modes_to_set(tmp_path):
+    batch, rows = torch.rand(3, 4), {0: torch.export.Dim.AUTO}
+    program = torch.export.export(torch.nn.Linear(4, 2), (batch,), dynamic_shapes=(rows,)).module()
+    run, _ = load_model(write_package(Workload(program, [batch]), Recipe(), tmp_path / "p", name="p"))
+    torch.testing.assert_close(run(batch[:2])[0], program(batch[:2]))
+
+
 def test_a_recipe_is_applied_to_the_exported_model(tmp_path):
     recipe = Recipe.parse("precision=bf16 grad=inference_mode weights=as-given runtime=torch")  # two are the defaults
     package = write_package(odd(), recipe, tmp_path / "odd", name="odd")

@@ -31,7 +31,9 @@ class Flat(torch.nn.Module):
     def __init__(self, workload: Workload, recipe: Recipe) -> None:
         super().__init__()
         assert isinstance(workload.model, torch.nn.Module)
-        self.inner = workload.model.eval()
+        self.inner = workload.model
+        with contextlib.suppress(NotImplementedError):  # an exported program has one mode, the one it was exported in
+            self.inner.eval()
         self.workload = workload
         first = workload.inputs[0]
         paths = [path for path, leaf in leaves(first) if isinstance(leaf, torch.Tensor)]
