@@ -9,6 +9,7 @@ from torch import nn
 
 from fettle.recipe import Recipe
 from fettle.techniques import conflict, load, probe_facts, source, state_kept
+from fettle.techniques.compile import blocks_of
 from fettle.workload import Workload
 
 
@@ -53,6 +54,8 @@ def test_counts_layers_and_shapes():
 def test_finds_repeated_blocks():
     facts = probe_facts(Workload(nn.Sequential(*(Block() for _ in range(3))), [torch.rand(2, 4)]))
     assert [name.rpartition(".")[2] for name in facts.block_classes] == ["Block"]
+    lists = nn.ModuleList(nn.ModuleList([nn.Linear(4, 4)]) for _ in range(3))  # a stage each, and nothing calls them
+    assert not blocks_of(lists)
 
 
 @pytest.mark.parametrize("model", [nn.Sequential(nn.Dropout(0.5)), nn.BatchNorm1d(4), Dropping()])
