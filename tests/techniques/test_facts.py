@@ -222,6 +222,22 @@ def test_a_model_that_writes_into_its_inputs_gets_no_copies_of_them():
     assert not probe_facts(Workload(lambda x, sums: x + sums, [batch])).changes_inputs
 
 
+class KeysCache:
+    pass
+
+
+class Caching(Block):
+    def forward(self, x):
+        return {"states": super().forward(x), "past": KeysCache()}
+
+
+def test_what_an_exported_model_cannot_return_is_seen_before_it_is_exported():
+    facts = probe_facts(Workload(Caching().eval(), [torch.rand(2, 4)]))
+    for text in ("runtime=openvino", "runtime=aoti", "runtime=onnxruntime"):
+        assert "a KeysCache among inputs or outputs cannot be exported: call" in conflict(Recipe.parse(text), facts)
+    assert not conflict(Recipe.parse("compile=default"), facts)
+
+
 @pytest.mark.parametrize("text", ["precision=bf16", "precision=autocast-bf16", "channels_last=on"])
 def test_a_dataclass_as_input_is_changed_inside_and_comes_back_in_float32(text):
     class Adds(nn.Module):

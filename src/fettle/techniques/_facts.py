@@ -72,6 +72,8 @@ class Facts:
     """A forward pass in eval mode changes the module's buffers: running averages, counters, caches."""
     changes_inputs: bool = False
     """A forward pass writes into the tensors that it is given."""
+    not_exported: str = ""
+    """What of its inputs or outputs an exported model cannot have, as a phrase; empty where it can have all."""
     output_types: tuple[str, ...] = ()
     """The floating dtypes among its outputs, without ``torch.``."""
     custom_call: bool = False

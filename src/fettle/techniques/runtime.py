@@ -58,10 +58,7 @@ def exported_engine(flat: torch.nn.Module, tensors: Any, free: Any, options: Any
 
 def onnx_files(flat: torch.nn.Module, tensors: Any, free: Any, options: Any, folder: str) -> None:
     """Export the model to ``model.onnx`` in a folder, the weights beside it: one file may not exceed 2 GB."""
-    given: Any = flat, tuple(tensors)
-    if any(free):
-        given = (exported_program(flat, tensors, free),)
-    program: Any = torch.onnx.export(*given, dynamo=True, verbose=False, **options)
+    program: Any = torch.onnx.export(exported_program(flat, tensors, free), dynamo=True, verbose=False, **options)
     program.save(f"{folder}/model.onnx", external_data=True)
 
 
@@ -156,7 +153,7 @@ class Runtime(Technique):
     records = frozenset({"exported"})
     learns = Learned("int8_layers", frozenset({"openvino-int8-part"}), _LAYERS)
     shared_failures: ClassVar[Mapping[str, frozenset[str]]] = {
-        "torch.export cannot take this model": frozenset({*_OPENVINO, "aoti", "exported", "tensorrt"}),
+        "torch.export cannot take this model": frozenset({*_OPENVINO, "aoti", "exported", "onnxruntime", "tensorrt"}),
         "No conversion rule": _OPENVINO | {STATEFUL},
     }
     remarks: ClassVar[Mapping[str, str]] = dict.fromkeys(
@@ -339,7 +336,9 @@ def _why_not_exported(facts: Facts) -> str:
         return "the model changes its own buffers when it is called, and in an exported model they stay the same"
     if facts.changes_inputs:
         return facts.no_copies
-    return "each input calls it in other shapes, and an exported model has one" if facts.shapes_vary else ""
+    if facts.shapes_vary:
+        return "each input calls it in other shapes, and an exported model has one"
+    return facts.not_exported
 
 
 def _missing(facts: Facts, package: str) -> str:
