@@ -23,7 +23,7 @@ from fettle.package.flat import Flat
 from fettle.package.handler import find_handler
 from fettle.package.manifest import Package, open_package, read_manifest, seal, write_settings
 from fettle.package.model_runner import ModelRunner, load_model
-from fettle.package.program import load_program, tables
+from fettle.package.program import GRAPH, load_program, tables
 from fettle.package.settings import ServeSettings
 from fettle.recipe import Recipe
 from fettle.workload import Workload
@@ -78,6 +78,21 @@ def test_a_model_that_was_exported_already_has_no_modes_to_set(tmp_path):
     program = torch.export.export(torch.nn.Linear(4, 2), (batch,), dynamic_shapes=(rows,)).module()
     run, _ = load_model(write_package(Workload(program, [batch]), Recipe(), tmp_path / "p", name="p"))
     torch.testing.assert_close(run(batch[:2])[0], program(batch[:2]))
+
+
+class Masked(torch.nn.Module):
+    def forward(self, x):
+        return x.masked_fill(x < 0, -torch.inf).softmax(-1)
+
+
+def test_scores_are_masked_with_infinity_as_they_usually_are(tmp_path):
+    batch = torch.tensor([[1.0, -1.0, 2.0]])
+    package = write_package(Workload(Masked(), [batch]), Recipe(), tmp_path / "p", name="p")
+    torch.testing.assert_close(load_model(package)[0](batch)[0], Masked()(batch))
+    graph = (package.folder / GRAPH).read_text()
+    (package.folder / GRAPH).write_text(graph.replace('"-Infinity"', '"-Inf(x)"'))
+    with pytest.raises(UsageError, match="could not convert"):
+        load_program(package.folder)
 
 
 def test_a_recipe_is_applied_to_the_exported_model(tmp_path):

@@ -285,6 +285,8 @@ def _check(value: Any, key: str = "") -> None:
             _check_powers(bare)
         elif key in ("in_spec", "out_spec"):
             _check_tree(json.loads(value))
+        elif key in ("as_float", "as_floats"):
+            float(value)  # an infinity is text in JSON; what is no number raises ValueError
         elif key in ("as_string", "as_strings"):
             pass  # an argument of an operator: it is quoted wherever it is printed
         elif key == "torch_version":
