@@ -95,6 +95,28 @@ def test_scores_are_masked_with_infinity_as_they_usually_are(tmp_path):
         load_program(package.folder)
 
 
+class Fixed(torch.nn.Module):
+    def forward(self, x):
+        return x.view(3, 4) + 1
+
+
+class Found(torch.nn.Module):
+    """As a detector: how many it finds depends on what it sees."""
+
+    def forward(self, x):
+        return x[torch.nonzero(x[:, 0] > 0).squeeze(-1)]
+
+
+@pytest.mark.parametrize("model", [Fixed(), Found()])
+def test_what_has_no_row_for_each_row_may_be_one_request(tmp_path, model):
+    batch = torch.tensor([[1.0, 2, 3, 4], [-1, 2, 3, 4], [1, 2, 3, 4]])
+    with pytest.raises(UsageError, match="rows? .*give the workload samples=1"):
+        write_package(Workload(model, [batch]), Recipe(), tmp_path / "p", name="p")
+    run, _ = load_model(write_package(Workload(model, [batch], samples=1), Recipe(), tmp_path / "p", name="p"))
+    for given in (batch, -batch):
+        torch.testing.assert_close(run(given)[0], model(given))
+
+
 def test_a_recipe_is_applied_to_the_exported_model(tmp_path):
     recipe = Recipe.parse("precision=bf16 grad=inference_mode weights=as-given runtime=torch")  # two are the defaults
     package = write_package(odd(), recipe, tmp_path / "odd", name="odd")

@@ -1,7 +1,7 @@
 """The probe sees what is there, leaves the workload as it was, and no odd model breaks it."""
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -229,6 +229,14 @@ class KeysCache:
 class Caching(Block):
     def forward(self, x):
         return {"states": super().forward(x), "past": KeysCache()}
+
+
+def test_runtimes_that_cannot_compute_in_the_types_of_the_weights():
+    facts = probe_facts(Workload(Block().eval().bfloat16(), [torch.rand(2, 4).bfloat16()]))
+    for text in ("runtime=openvino", "runtime=onnxruntime"):
+        assert "the weights are bfloat16" in conflict(Recipe.parse(text), facts)
+    assert not conflict(Recipe.parse("runtime=aoti"), facts)
+    assert not conflict(Recipe.parse("runtime=onnxruntime"), replace(facts, dtype="float16"))
 
 
 def test_what_an_exported_model_cannot_return_is_seen_before_it_is_exported():

@@ -22,6 +22,10 @@ from fettle.errors import UsageError, first_line
 from fettle.files import read_text
 
 GRAPH, WEIGHTS = "graph.json", "weights.safetensors"
+TOGETHER = (
+    "Where the rows of a batch belong together as one request, give the workload samples=1 and batches of several rows"
+)
+"""What to do with a model whose rows cannot be other clients'."""
 MAX_GRAPH_BYTES = 256 << 20
 _MOST_SHAPES = 4096
 """Shapes that are remembered as checked."""
@@ -39,6 +43,7 @@ _EXPONENT = re.compile(r"Integer\(-?\d\)|Rational\(-?1, 2\)")
 _EXPRESSION_WORDS = re.compile(
     r"[suz]\d+|FloorDiv|Mod|PythonMod|ModularIndexing|Where|CleanDiv|CeilDiv|CeilToInt|FloorToInt|TruncToInt|RoundToInt"
     r"|PowByNatural|FloatPow|FloatTrueDiv|IntTrueDiv|ToFloat|Identity|Max|Min|Abs|Add|Mul|Pow|Integer|Rational|Eq|Ne|Lt|Le|Gt|Ge|And|Or|Not|True"
+    r"|Equality|Unequality|(Strict)?(LessThan|GreaterThan)"
     r"|False|oo|int_oo|\d+(\.\d+)?(e-?\d+)?"
 )
 
@@ -64,6 +69,10 @@ def export_program(
             program = _export(model, tuple(examples), {"tensors": shapes})
     except Exception as error:
         raise UsageError(f"the model cannot be exported for any number of rows: {first_line(error)}") from error
+    given = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
+    for name, dims in zip(program.graph_signature.user_inputs, dynamic, strict=True):
+        if dims.get(0) == "rows" and isinstance(given[name].shape[0], int):
+            raise UsageError(f"the model takes {given[name].shape[0]} rows and no other number of them. {TOGETHER}")
     _forget_types(program)
     return program
 

@@ -204,7 +204,8 @@ class Runtime(Technique):
         if level.startswith("openvino") or level == "onnxruntime":
             if precision != "fp32":
                 return f"precision={precision} is torch's; this runtime takes a float32 model"
-            if facts.dtype != "float32" and level.startswith("openvino") and level != STATEFUL:
+            no_bf16 = level == "onnxruntime" and facts.device == "cpu" and facts.dtype == "bfloat16"
+            if no_bf16 or (facts.dtype != "float32" and level.startswith("openvino") and level != STATEFUL):
                 return f"the weights are {facts.dtype}; this runtime takes a float32 model"
             if quantize != "none":
                 return f"quantize={quantize} uses operators that only torch has"
