@@ -95,6 +95,30 @@ def test_scores_are_masked_with_infinity_as_they_usually_are(tmp_path):
         load_program(package.folder)
 
 
+class Windows(torch.nn.Module):
+    def forward(self, x):
+        return x.view(x.shape[0], -1, 4).mean(1)
+
+
+def test_a_size_may_have_to_be_a_multiple_of_another(tmp_path):
+    batches = [torch.rand(2, 8), torch.rand(2, 12)]
+    run, _ = load_model(write_package(Workload(Windows(), batches), Recipe(), tmp_path / "p", name="p"))
+    other = torch.rand(3, 16)
+    torch.testing.assert_close(run(other)[0], Windows()(other))
+    with pytest.raises(UsageError, match="takes no inputs of these sizes"):
+        run(torch.rand(3, 15))
+
+
+class OneLength(torch.nn.Module):
+    def forward(self, x):
+        return x + 1 if x.shape[1] == 8 else x
+
+
+def test_why_a_size_cannot_be_left_open_is_said(tmp_path):
+    with pytest.raises(UsageError, match=r"Not all values of .*size\(\)\[1\] .*the generated guard"):
+        write_package(Workload(OneLength(), [torch.rand(2, 9), torch.rand(2, 8)]), Recipe(), tmp_path / "p", name="p")
+
+
 class Fixed(torch.nn.Module):
     def forward(self, x):
         return x.view(3, 4) + 1

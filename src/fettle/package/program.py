@@ -72,7 +72,10 @@ def export_program(
     given = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
     for name, dims in zip(program.graph_signature.user_inputs, dynamic, strict=True):
         if dims.get(0) == "rows" and isinstance(given[name].shape[0], int):
-            raise UsageError(f"the model takes {given[name].shape[0]} rows and no other number of them. {TOGETHER}")
+            raise UsageError(
+                f"the model takes {given[name].shape[0]} rows and no other number of them; one that asks for len(x) does, "
+                f"and one that asks for x.shape[0] does not. {TOGETHER}"
+            )
     _forget_types(program)
     return program
 
@@ -276,8 +279,8 @@ def _check(value: Any, key: str = "") -> None:
     """Raise ValueError for any string that is not what stands in its place."""
     if isinstance(value, dict):
         for name, item in value.items():
-            if not _NAME.fullmatch(name):
-                raise ValueError(f"not a name in a graph: {name[:80]!r}")
+            # A size that is a multiple of another has its range under that expression.
+            _check(name, "expr_str" if key == "range_constraints" and not _NAME.fullmatch(name) else "")
             _check(item, name)
     elif isinstance(value, list):
         for item in value:
