@@ -134,7 +134,7 @@ class Found(torch.nn.Module):
 @pytest.mark.parametrize("model", [Fixed(), Found()])
 def test_what_has_no_row_for_each_row_may_be_one_request(tmp_path, model):
     batch = torch.tensor([[1.0, 2, 3, 4], [-1, 2, 3, 4], [1, 2, 3, 4]])
-    with pytest.raises(UsageError, match="rows? .*give the workload samples=1"):
+    with pytest.raises(UsageError, match=r"rows? .*give the workload samples=1"):
         write_package(Workload(model, [batch]), Recipe(), tmp_path / "p", name="p")
     run, _ = load_model(write_package(Workload(model, [batch], samples=1), Recipe(), tmp_path / "p", name="p"))
     for given in (batch, -batch):

@@ -73,8 +73,8 @@ def export_program(
     for name, dims in zip(program.graph_signature.user_inputs, dynamic, strict=True):
         if dims.get(0) == "rows" and isinstance(given[name].shape[0], int):
             raise UsageError(
-                f"the model takes {given[name].shape[0]} rows and no other number of them; one that asks for len(x) does, "
-                f"and one that asks for x.shape[0] does not. {TOGETHER}"
+                f"the model takes {given[name].shape[0]} rows and no other number of them, as one does that asks for "
+                f"len(x) and not for x.shape[0]. {TOGETHER}"
             )
     _forget_types(program)
     return program
