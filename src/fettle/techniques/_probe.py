@@ -37,7 +37,7 @@ from fettle.techniques.ragged import padding_of
 from fettle.techniques.skip_steps import denoiser_of
 from fettle.techniques.step_cache import is_unet
 from fettle.techniques.tiles import is_decoder
-from fettle.workload import Workload, device_of, fresh, leaves, rows_of, tensors
+from fettle.workload import Workload, device_of, fresh, leaves, rows_of, spread, tensors
 
 T = TypeVar("T")
 
@@ -230,7 +230,7 @@ def _forward_facts(workload: Workload) -> dict[str, Any]:
             with watch, fed_alike(module) as alike:
                 given = outputs()
             try:
-                flatten((workload.inputs[0], given))
+                flatten((spread(workload.inputs[0]), given))
             except RuntimeError as error:
                 odd = str(error)
             floating = (tensor.dtype for tensor in tensors(given) if tensor.is_floating_point())
