@@ -24,6 +24,17 @@ def test_the_place_is_the_callers_innermost_line(tmp_path: Path) -> None:
     assert not any(is_users(file) for file in (torch.__file__, Workload.run.__code__.co_filename, "<string>"))
 
 
+class Exponents(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.frexp(x).mantissa
+
+
+def test_what_the_exporter_of_onnx_met_is_said_and_not_in_which_step() -> None:
+    with pytest.raises(torch.onnx.errors.OnnxExporterError) as raised:
+        torch.onnx.export(Exponents().eval(), (torch.ones(2),), dynamo=True, verbose=False)
+    assert "No ONNX function found for <OpOverload(op='prims.frexp'" in first_line(raised.value)
+
+
 @pytest.mark.parametrize(
     ("told", "installed"),
     [

@@ -104,7 +104,11 @@ def first_line(error: BaseException) -> str:
 
     Back-quotes become plain ones: in messages of our own they stand around arguments.
     """
+    while type(error).__module__.startswith("torch.onnx") and error.__cause__ is not None:
+        error = error.__cause__  # it says which of its steps failed, and what to do about torch
     lines = [line.strip() for line in _COLOURS.sub("", str(error)).splitlines() if line.strip()]
+    if lines and lines[0].startswith("Constraints violated"):  # by torch.export, which then says which
+        lines = [line.removeprefix("- ") for line in lines[1:]] or lines
     if lines and _OPENVINO.match(lines[0]):  # the place in its source, headings, then what is wrong
         lines = [line.removeprefix("-- ") for line in lines if not line.endswith(":")] or lines
         lines.sort(key=lambda line: not line.startswith("No conversion rule"))

@@ -23,7 +23,7 @@ from fettle.package.flat import Flat
 from fettle.package.handler import find_handler
 from fettle.package.manifest import Package, open_package, read_manifest, seal, write_settings
 from fettle.package.model_runner import ModelRunner, load_model
-from fettle.package.program import load_program, tables
+from fettle.package.program import GRAPH, load_program, tables
 from fettle.package.settings import ServeSettings
 from fettle.recipe import Recipe
 from fettle.workload import Workload
@@ -94,6 +94,74 @@ def test_a_model_may_answer_in_the_dictionary_that_it_is_given(tmp_path, recipe)
     wanted = model({"x": x})["hidden"]
     run, _ = load_model(package)
     torch.testing.assert_close(run(x)[1].float(), wanted, rtol=0, atol=0.02)
+
+
+def test_a_model_that_was_exported_already_has_no_modes_to_set(tmp_path):
+    batch, rows = torch.rand(3, 4), {0: torch.export.Dim.AUTO}
+    program = torch.export.export(torch.nn.Linear(4, 2), (batch,), dynamic_shapes=(rows,)).module()
+    run, _ = load_model(write_package(Workload(program, [batch]), Recipe(), tmp_path / "p", name="p"))
+    torch.testing.assert_close(run(batch[:2])[0], program(batch[:2]))
+
+
+class Masked(torch.nn.Module):
+    def forward(self, x):
+        return x.masked_fill(x < 0, -torch.inf).softmax(-1)
+
+
+def test_scores_are_masked_with_infinity_as_they_usually_are(tmp_path):
+    batch = torch.tensor([[1.0, -1.0, 2.0]])
+    package = write_package(Workload(Masked(), [batch]), Recipe(), tmp_path / "p", name="p")
+    torch.testing.assert_close(load_model(package)[0](batch)[0], Masked()(batch))
+    graph = (package.folder / GRAPH).read_text()
+    (package.folder / GRAPH).write_text(graph.replace('"-Infinity"', '"-Inf(x)"'))
+    with pytest.raises(UsageError, match="could not convert"):
+        load_program(package.folder)
+
+
+class Windows(torch.nn.Module):
+    def forward(self, x):
+        return x.view(x.shape[0], -1, 4).mean(1)
+
+
+def test_a_size_may_have_to_be_a_multiple_of_another(tmp_path):
+    batches = [torch.rand(2, 8), torch.rand(2, 12)]
+    run, _ = load_model(write_package(Workload(Windows(), batches), Recipe(), tmp_path / "p", name="p"))
+    other = torch.rand(3, 16)
+    torch.testing.assert_close(run(other)[0], Windows()(other))
+    with pytest.raises(UsageError, match="takes no inputs of these sizes"):
+        run(torch.rand(3, 15))
+
+
+class OneLength(torch.nn.Module):
+    def forward(self, x):
+        return x + 1 if x.shape[1] == 8 else x
+
+
+def test_why_a_size_cannot_be_left_open_is_said(tmp_path):
+    with pytest.raises(UsageError, match=r"Not all values of .*size\(\)\[1\] .*the generated guard"):
+        write_package(Workload(OneLength(), [torch.rand(2, 9), torch.rand(2, 8)]), Recipe(), tmp_path / "p", name="p")
+
+
+class Fixed(torch.nn.Module):
+    def forward(self, x):
+        return x.view(3, 4) + 1
+
+
+class Found(torch.nn.Module):
+    """As a detector: how many it finds depends on what it sees."""
+
+    def forward(self, x):
+        return x[torch.nonzero(x[:, 0] > 0).squeeze(-1)]
+
+
+@pytest.mark.parametrize("model", [Fixed(), Found()])
+def test_what_has_no_row_for_each_row_may_be_one_request(tmp_path, model):
+    batch = torch.tensor([[1.0, 2, 3, 4], [-1, 2, 3, 4], [1, 2, 3, 4]])
+    with pytest.raises(UsageError, match=r"rows? .*give the workload samples=1"):
+        write_package(Workload(model, [batch]), Recipe(), tmp_path / "p", name="p")
+    run, _ = load_model(write_package(Workload(model, [batch], samples=1), Recipe(), tmp_path / "p", name="p"))
+    for given in (batch, -batch):
+        torch.testing.assert_close(run(given)[0], model(given))
 
 
 def test_a_recipe_is_applied_to_the_exported_model(tmp_path):

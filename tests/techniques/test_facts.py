@@ -2,7 +2,7 @@
 
 import copy
 from collections import UserDict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 import fettle
 from fettle.recipe import Recipe
 from fettle.techniques import conflict, load, probe_facts, source, state_kept
+from fettle.techniques.compile import blocks_of
 from fettle.workload import Workload
 
 
@@ -55,6 +56,8 @@ def test_counts_layers_and_shapes():
 def test_finds_repeated_blocks():
     facts = probe_facts(Workload(nn.Sequential(*(Block() for _ in range(3))), [torch.rand(2, 4)]))
     assert [name.rpartition(".")[2] for name in facts.block_classes] == ["Block"]
+    lists = nn.ModuleList(nn.ModuleList([nn.Linear(4, 4)]) for _ in range(3))  # a stage each, and nothing calls them
+    assert not blocks_of(lists)
 
 
 @pytest.mark.parametrize("model", [nn.Sequential(nn.Dropout(0.5)), nn.BatchNorm1d(4), Dropping()])
@@ -245,6 +248,30 @@ def test_a_model_may_answer_in_the_dictionary_that_it_is_given(kind):
         assert {*given} == {"x"}
     others = probe_facts(Workload(Adding(returns_it=False).eval(), [({"x": x},)]))
     assert "writes into what it is given" in conflict(Recipe.parse("precision=bf16"), others)
+
+
+class KeysCache:
+    pass
+
+
+class Caching(Block):
+    def forward(self, x):
+        return {"states": super().forward(x), "past": KeysCache()}
+
+
+def test_runtimes_that_cannot_compute_in_the_types_of_the_weights():
+    facts = probe_facts(Workload(Block().eval().bfloat16(), [torch.rand(2, 4).bfloat16()]))
+    for text in ("runtime=openvino", "runtime=onnxruntime"):
+        assert "the weights are bfloat16" in conflict(Recipe.parse(text), facts)
+    assert not conflict(Recipe.parse("runtime=aoti"), facts)
+    assert not conflict(Recipe.parse("runtime=onnxruntime"), replace(facts, dtype="float16"))
+
+
+def test_what_an_exported_model_cannot_return_is_seen_before_it_is_exported():
+    facts = probe_facts(Workload(Caching().eval(), [torch.rand(2, 4)]))
+    for text in ("runtime=openvino", "runtime=aoti", "runtime=onnxruntime"):
+        assert "a KeysCache among inputs or outputs cannot be exported: call" in conflict(Recipe.parse(text), facts)
+    assert not conflict(Recipe.parse("compile=default"), facts)
 
 
 @pytest.mark.parametrize("text", ["precision=bf16", "precision=autocast-bf16", "channels_last=on"])

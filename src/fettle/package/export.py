@@ -39,7 +39,7 @@ from fettle.package.manifest import (
     seal,
 )
 from fettle.package.model_runner import BITS, COMPILED_STEP, PART, ModelRunner, tuned
-from fettle.package.program import export_program, save_program
+from fettle.package.program import TOGETHER, export_program, save_program
 from fettle.package.requires import needed
 from fettle.package.settings import ServeSettings, as_toml, powers
 from fettle.package.tensors import TensorSpec
@@ -354,7 +354,7 @@ def _outputs(flat: Flat, answers: Sequence[Sequence[torch.Tensor]]) -> tuple[Ten
         shape = (-1, *fixed[1:]) if batched else tuple(fixed)
         outputs.append(TensorSpec(_output_name(path), datatype(answer), shape, batched))
     if not any(spec.batched for spec in outputs) and any(spec.batched for spec in flat.inputs):
-        raise UsageError("the model's outputs do not have a row for each row of the input: it cannot be batched")
+        raise UsageError(f"the model's outputs do not have a row for each row of the input. {TOGETHER}")
     names = [spec.name for spec in outputs]
     if len(set(names)) != len(names):
         outputs = [msgspec.structs.replace(spec, name=f"output_{i}") for i, spec in enumerate(outputs)]

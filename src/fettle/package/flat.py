@@ -12,6 +12,7 @@ import torch
 
 from fettle.errors import UsageError
 from fettle.package.model_runner import as_array
+from fettle.package.program import TOGETHER
 from fettle.package.tensors import FROM_NUMPY, TensorSpec
 from fettle.recipe import Recipe
 from fettle.techniques import find
@@ -31,7 +32,9 @@ class Flat(torch.nn.Module):
     def __init__(self, workload: Workload, recipe: Recipe) -> None:
         super().__init__()
         assert isinstance(workload.model, torch.nn.Module)
-        self.inner = workload.model.eval()
+        self.inner = workload.model
+        with contextlib.suppress(NotImplementedError):  # an exported program has one mode, the one it was exported in
+            self.inner.eval()
         self.workload = workload
         first = workload.inputs[0]
         paths = [path for path, leaf in leaves(first) if isinstance(leaf, torch.Tensor)]
@@ -115,8 +118,7 @@ class Flat(torch.nn.Module):
             if any(found.shape != right.shape or _differ(found, right, rounded) for found, right in pairs):
                 raise UsageError(
                     f"the model's output {path.lstrip('.')} mixes rows: what it says of one depends on the others in "
-                    "the call, which may be other clients'. Put the batch first in every input; or, where the rows of "
-                    "a batch belong together as one request, give the workload samples=1 and batches of several rows"
+                    f"the call, which may be other clients'. Put the batch first in every input. {TOGETHER}"
                 )
 
     def _cut(self, rows: int) -> list[torch.Tensor]:

@@ -22,6 +22,10 @@ from fettle.errors import UsageError, first_line, refusing
 from fettle.files import read_text
 
 GRAPH, WEIGHTS = "graph.json", "weights.safetensors"
+TOGETHER = (
+    "Where the rows of a batch belong together as one request, give the workload samples=1 and batches of several rows"
+)
+"""What to do with a model whose rows cannot be other clients'."""
 MAX_GRAPH_BYTES = 256 << 20
 _MOST_SHAPES = 4096
 """Shapes that are remembered as checked."""
@@ -39,6 +43,7 @@ _EXPONENT = re.compile(r"Integer\(-?\d\)|Rational\(-?1, 2\)")
 _EXPRESSION_WORDS = re.compile(
     r"[suz]\d+|FloorDiv|Mod|PythonMod|ModularIndexing|Where|CleanDiv|CeilDiv|CeilToInt|FloorToInt|TruncToInt|RoundToInt"
     r"|PowByNatural|FloatPow|FloatTrueDiv|IntTrueDiv|ToFloat|Identity|Max|Min|Abs|Add|Mul|Pow|Integer|Rational|Eq|Ne|Lt|Le|Gt|Ge|And|Or|Not|True"
+    r"|Equality|Unequality|(Strict)?(LessThan|GreaterThan)"
     r"|False|oo|int_oo|\d+(\.\d+)?(e-?\d+)?"
 )
 
@@ -62,6 +67,13 @@ def export_program(
     words = "the model cannot be exported for any number of rows:"
     with refusing(words), torch.inference_mode(False), torch.no_grad():
         program = _export(model, tuple(examples), {"tensors": shapes})
+    given = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
+    for name, dims in zip(program.graph_signature.user_inputs, dynamic, strict=True):
+        if dims.get(0) == "rows" and isinstance(given[name].shape[0], int):
+            raise UsageError(
+                f"the model takes {given[name].shape[0]} rows and no other number of them, as one does that asks for "
+                f"len(x) and not for x.shape[0]. {TOGETHER}"
+            )
     _forget_types(program)
     return program
 
@@ -258,8 +270,8 @@ def _check(value: Any, key: str = "") -> None:
     """Raise ValueError for any string that is not what stands in its place."""
     if isinstance(value, dict):
         for name, item in value.items():
-            if not _NAME.fullmatch(name):
-                raise ValueError(f"not a name in a graph: {name[:80]!r}")
+            # A size that is a multiple of another has its range under that expression.
+            _check(name, "expr_str" if key == "range_constraints" and not _NAME.fullmatch(name) else "")
             _check(item, name)
     elif isinstance(value, list):
         for item in value:
@@ -276,6 +288,8 @@ def _check(value: Any, key: str = "") -> None:
             _check_powers(bare)
         elif key in ("in_spec", "out_spec"):
             _check_tree(json.loads(value))
+        elif key in ("as_float", "as_floats"):
+            float(value)  # an infinity is text in JSON; what is no number raises ValueError
         elif key in ("as_string", "as_strings"):
             pass  # an argument of an operator: it is quoted wherever it is printed
         elif key == "torch_version":

@@ -31,7 +31,9 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
             pytree.register_pytree_node(kind, lambda given: (list(given.values()), tuple(given)), unflatten)
             return flatten(tree)
     if others:
-        raise RuntimeError(f"a {type(others[0]).__name__} among inputs or outputs cannot be exported")
+        name = type(others[0]).__name__
+        instead = ": call the model with use_cache=False" if name.endswith("Cache") else ""
+        raise RuntimeError(f"a {name} among inputs or outputs cannot be exported{instead}")
     return leaves, spec
 
 

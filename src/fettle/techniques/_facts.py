@@ -75,6 +75,8 @@ class Facts:
     adds_to_inputs: bool = False
     """All that it changes of its batch is that it puts tensors in which are in its answer, too, as a model does that
     answers in the dictionary which it was given."""
+    not_exported: str = ""
+    """What of its inputs or outputs an exported model cannot have, as a phrase; empty where it can have all."""
     output_types: tuple[str, ...] = ()
     """The floating dtypes among its outputs, without ``torch.``."""
     custom_call: bool = False

@@ -23,6 +23,7 @@ from fettle.machine import find_libraries, installed
 from fettle.procs.limits import usable_cores
 from fettle.techniques._attention_rewrite import count_manual_attention
 from fettle.techniques._base import CATALOGUE
+from fettle.techniques._exported import flatten
 from fettle.techniques._facts import Facts, Padding
 from fettle.techniques._generation import generation_facts
 from fettle.techniques._host import cpu_flags
@@ -37,7 +38,7 @@ from fettle.techniques.ragged import padding_of
 from fettle.techniques.skip_steps import denoiser_of
 from fettle.techniques.step_cache import is_unet
 from fettle.techniques.tiles import is_decoder
-from fettle.workload import Workload, device_of, fresh, leaves, rows_of, tensors
+from fettle.workload import Workload, device_of, fresh, leaves, rows_of, spread, tensors
 
 T = TypeVar("T")
 
@@ -216,7 +217,7 @@ def _forward_facts(workload: Workload) -> dict[str, Any]:
     module = workload.model if isinstance(workload.model, torch.nn.Module) else torch.nn.Module()
     training = _in_train_mode(workload)
     differs = any(_random_or_batch_dependent(child) for child in training)
-    watch, manual, changes, writes, adds = _SeesSdpa(), 0, False, False, True
+    watch, manual, changes, writes, adds, odd = _SeesSdpa(), 0, False, False, True, ""
     alike: list[tuple[str, ...]] = []
     kinds: dict[str, None] = {}
     try:
@@ -235,6 +236,10 @@ def _forward_facts(workload: Workload) -> dict[str, Any]:
             before = buffers_of(module)
             with watch, fed_alike(module) as alike:
                 given = outputs()
+            try:
+                flatten((spread(workload.inputs[0]), given))
+            except RuntimeError as error:
+                odd = str(error)
             floating = (tensor.dtype for tensor in tensors(given) if tensor.is_floating_point())
             kinds = dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in floating)
             if training and (before or not differs):  # the user's own layers may ask for `self.training`
@@ -255,7 +260,8 @@ def _forward_facts(workload: Workload) -> dict[str, Any]:
     return {
         "uses_sdpa": watch.seen, "uneven_sdpa": watch.uneven, "manual_attention": manual,
         "train_mode_differs": differs, "changes_buffers": changes, "changes_inputs": writes,
-        "adds_to_inputs": writes and adds, "fed_alike": tuple(alike), "output_types": tuple(kinds),
+        "adds_to_inputs": writes and adds, "fed_alike": tuple(alike), "not_exported": odd,
+        "output_types": tuple(kinds),
     }  # fmt: skip
 
 

@@ -16,13 +16,15 @@ from fettle.workload import map_tensors
 
 
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The repeated blocks of a model: modules of a class found three times in one container."""
+    """The repeated blocks of a model: modules of a class found three times in one container. A list of modules is none:
+    nothing calls it."""
     from collections import Counter
 
     blocks: dict[int, torch.nn.Module] = {}
+    lists = (torch.nn.ModuleList, torch.nn.ModuleDict)
     for container in model.modules():
         if isinstance(container, (torch.nn.ModuleList, torch.nn.Sequential)):
-            kinds = Counter(type(child) for child in container)
+            kinds = Counter(type(child) for child in container if not isinstance(child, lists))
             for child in container:
                 if kinds[type(child)] >= 3 and next(child.children(), None) is not None:
                     blocks[id(child)] = child

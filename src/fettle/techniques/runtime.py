@@ -58,8 +58,7 @@ def exported_engine(flat: torch.nn.Module, tensors: Any, free: Any, options: Any
 
 def onnx_files(flat: torch.nn.Module, tensors: Any, free: Any, options: Any, folder: str) -> None:
     """Export the model to ``model.onnx`` in a folder, the weights beside it: one file may not exceed 2 GB."""
-    given = exported_program(flat, tensors, free)
-    program: Any = torch.onnx.export(given, dynamo=True, verbose=False, **options)
+    program: Any = torch.onnx.export(exported_program(flat, tensors, free), dynamo=True, verbose=False, **options)
     program.save(f"{folder}/model.onnx", external_data=True)
 
 
@@ -205,7 +204,8 @@ class Runtime(Technique):
         if level.startswith("openvino") or level == "onnxruntime":
             if precision != "fp32":
                 return f"precision={precision} is torch's; this runtime takes a float32 model"
-            if facts.dtype != "float32" and level.startswith("openvino") and level != STATEFUL:
+            no_bf16 = level == "onnxruntime" and facts.device == "cpu" and facts.dtype == "bfloat16"
+            if no_bf16 or (facts.dtype != "float32" and level.startswith("openvino") and level != STATEFUL):
                 return f"the weights are {facts.dtype}; this runtime takes a float32 model"
             if quantize != "none":
                 return f"quantize={quantize} uses operators that only torch has"
@@ -337,7 +337,9 @@ def _why_not_exported(facts: Facts) -> str:
         return "the model changes its own buffers when it is called, and in an exported model they stay the same"
     if facts.changes_inputs:
         return facts.no_copies
-    return "each input calls it in other shapes, and an exported model has one" if facts.shapes_vary else ""
+    if facts.shapes_vary:
+        return "each input calls it in other shapes, and an exported model has one"
+    return facts.not_exported
 
 
 def _missing(facts: Facts, package: str) -> str:
