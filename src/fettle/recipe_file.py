@@ -5,6 +5,7 @@ Reading one parses it and checks its names against the catalogue; it never runs 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -132,7 +133,7 @@ def read_recipe(recipe: Recipe | RecipeFile | str | Path) -> RecipeFile:
             f"a {type(recipe).__name__} is not a recipe: give a fettle.Recipe, its text, such as 'precision=bf16', or "
             "the path of a recipe.toml, and the inputs after it"
         )
-    if isinstance(recipe, str) and not recipe.endswith(".toml"):
+    if isinstance(recipe, str) and not (recipe.endswith(".toml") or os.path.isfile(recipe)):
         recipe = Recipe.parse(recipe)
     if not isinstance(recipe, Recipe):
         return load_recipe(recipe)

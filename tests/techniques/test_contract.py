@@ -625,9 +625,10 @@ def test_answers_of_which_only_some_have_16_bits_as_given_are_left_alone():
 
 def test_what_cannot_be_exported_is_named():
     given = {"x": torch.ones(2), "mode": Enum("Mode", "fast exact").fast}
-    assert flatten(given)[0] == list(given.values())
-    with pytest.raises(RuntimeError, match="a UserDict among inputs or outputs cannot be exported"):
-        flatten(UserDict(given))
+    for tree in (given, UserDict(given)):
+        assert flatten(tree)[0] == list(given.values())
+    with pytest.raises(RuntimeError, match="a SimpleNamespace among inputs or outputs cannot be exported"):
+        flatten(SimpleNamespace(**given))
 
 
 def test_several_threads_may_be_where_a_setting_is_another():

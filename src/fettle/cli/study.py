@@ -21,6 +21,7 @@ from fettle.units import parse_size, rate_text, size_text
 if TYPE_CHECKING:
     from fettle.measure import Interval
     from fettle.page import Table as Grid
+    from fettle.recipe import Recipe
     from fettle.studies import Analysis, Done, Settings, Table
     from fettle.studies.outcome import Rung
 
@@ -142,7 +143,6 @@ def command(
 
       fettle study --from-csv cube.csv --response "throughput (it/s)" --group-by model-arch
     """
-    from fettle.recipe_file import read_recipe
     from fettle.studies import Settings, check_name, read_csv, read_ladder, stored
 
     folder, wanted = places(output, _FOLDER)
@@ -167,7 +167,7 @@ def command(
         design=design, techniques=_options.levels(technique, "--technique"), only=only,
         arguments=_options.levels(factor, "--factor"), pythons=tuple(python or ()),
         order=tuple(name.strip() for name in order.split(",") if name.strip()),
-        start=None if recipe is None else read_recipe(recipe).recipe, cells=cells, rounds=rounds,
+        start=None if recipe is None else _start(recipe), cells=cells, rounds=rounds,
         grow_batch=None if grow_batch is None else _limit_bytes(grow_batch),
         budget_s=_options.duration_s(budget, "--budget"), mode=mode, max_error=max_error, output=folder,
         max_metric_drop=max_metric_drop, storage=storage, name=study or "", atlas=atlas, under_load=under_load,
@@ -261,6 +261,14 @@ def measured(targets: Sequence[str], settings: Settings, *, agreed: bool, quiet:
             "nothing but what you name"
         )
     return outcome
+
+
+def _start(text: str) -> Recipe:
+    """A recipe as a file or as text, which may name factors outside of recipes as well."""
+    from fettle.recipe import Recipe
+    from fettle.recipe_file import load_recipe
+
+    return load_recipe(text).recipe if text.endswith(".toml") else Recipe.parse(text)
 
 
 def _limit_bytes(text: str) -> float:
