@@ -16,7 +16,7 @@ def workload() -> dict:
     torch.manual_seed(0)
     return {
         "model": ModernBertModel(ModernBertConfig()),
-        "inputs": [batch() for _ in range(2)],
-        "check_inputs": [batch()],
+        "inputs": [batch() for _ in range(4)],
+        "check_inputs": [batch() for _ in range(2)],
         "name": "modernbert-base",
     }
