@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import itertools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -32,6 +30,7 @@ from fettle.techniques._pipeline import looks_at
 from fettle.techniques._state_kept import buffers_of, is_same, put_modes_back, state_kept
 from fettle.techniques._tensor import tensor_plan
 from fettle.techniques._tiled_attention import with_decomposed_bias
+from fettle.techniques._transformers import has_window, hf_attention, is_transformers, quietly
 from fettle.techniques.compile import blocks_of
 from fettle.techniques.fused_linear import fed_alike
 from fettle.techniques.ragged import padding_of
@@ -39,8 +38,6 @@ from fettle.techniques.skip_steps import denoiser_of
 from fettle.techniques.step_cache import is_unet
 from fettle.techniques.tiles import is_decoder
 from fettle.workload import Workload, device_of, fresh, leaves, rows_of, spread, tensors
-
-T = TypeVar("T")
 
 
 def probe_facts(workload: Workload, *, allow_batch: bool = False) -> Facts:
@@ -119,8 +116,8 @@ def _facts(workload: Workload, allow_batch: bool, forward: dict[str, Any]) -> Fa
         samples=workload.samples or rows_of(workload.inputs[0]) or 1,
         padding=None if generation else _padding(workload),
         block_classes=_block_classes(module),
-        hf_attention=_hf_attention(module, device),
-        has_window=any(_has_window(child.config) for child in module.modules() if _is_transformers(child))
+        hf_attention=hf_attention(module, device),
+        has_window=has_window(module)
         and any(max(tensor.shape, default=0) > 256 for batch in workload.inputs for tensor in tensors(batch)),
         decomposed_bias=len(with_decomposed_bias(module)),
         is_unet=is_unet(module),
@@ -166,7 +163,7 @@ def _padding(workload: Workload) -> Padding | None:
         return padding_of(module, lambda: workload.run(module, batch))
 
     with unchanged(workload, module), torch.no_grad():
-        return _quietly(found, None)
+        return quietly(found, None)
 
 
 def machine_facts(mode: str = "inference") -> Facts:
@@ -253,7 +250,7 @@ def _forward_facts(workload: Workload) -> dict[str, Any]:
                 if name in after and value.layout == torch.strided
             )  # fmt: skip
             # transformers' models have implementations to choose from
-            if not (_is_transformers(module) or isinstance(workload, GenerationWorkload)):
+            if not (is_transformers(module) or isinstance(workload, GenerationWorkload)):
                 manual = count_manual_attention(module.eval(), outputs)  # in train mode dropout would stand in the way
     except Exception:  # the baseline trial will say what is wrong with it
         pass
@@ -357,49 +354,6 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
 def _block_classes(module: torch.nn.Module) -> tuple[str, ...]:
     kinds = dict.fromkeys(type(block) for block in blocks_of(module))
     return tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
-
-
-def _hf_attention(module: torch.nn.Module, device: str) -> tuple[str, ...]:
-    """Attention implementations of the outermost transformers models, the one in use first."""
-    models: list[Any] = [child for child in module.modules() if _is_transformers(child)]
-    if not models:
-        return ()
-    model = models[0]
-    in_use = getattr(model.config, "_attn_implementation", None) or "eager"
-    if not any(_looks_up_attention(type(child)) for child in module.modules()):
-        return (in_use,)  # chosen when it was built: switching would only change the configuration
-    if not _quietly(lambda: bool(model._can_set_attn_implementation()), False):
-        return (in_use,)
-    others = ("sdpa", "eager", *(["flash_attention_2"] if device == "cuda" else []))
-    works = (name for name in others if _quietly(partial(model.get_correct_attn_implementation, name), ""))
-    return (in_use, *(name for name in works if name != in_use))
-
-
-def _has_window(config: Any) -> bool:
-    kinds = getattr(config, "layer_types", None)
-    return "sliding_attention" in kinds if kinds else getattr(config, "sliding_window", None) is not None
-
-
-def _looks_up_attention(kind: type) -> bool:
-    """Whether a class of layers asks for transformers' table of attention functions each time that it is called."""
-    bases = [base for base in kind.__mro__ if base.__module__ != "transformers.modeling_utils"]  # that has the table
-    methods = (inspect.unwrap(value) for base in bases for value in vars(base).values() if callable(value))
-    codes = (getattr(method, "__code__", None) for method in methods)
-    return any("ALL_ATTENTION_FUNCTIONS" in code.co_names for code in codes if code is not None)
-
-
-def _is_transformers(module: torch.nn.Module) -> bool:
-    return any(
-        base.__name__ == "PreTrainedModel" and base.__module__.startswith("transformers.")
-        for base in type(module).__mro__
-    )
-
-
-def _quietly(ask: Callable[[], T], default: T) -> T:
-    try:
-        return ask()
-    except Exception:
-        return default
 
 
 def _exported(module: Any, *operators: Any) -> int:
