@@ -45,9 +45,13 @@ def attention_of_few(
 
 
 def compiled(call: Any, options: Any, guarded: bool) -> Any:
-    """`call` as one graph, compiled at its first call. Without guards it must be given the same shapes ever after:
-    looking through all that a model has takes a tenth of a step."""
+    """`call` as one graph, compiled at its first call. Without guards it must be given the same shapes ever after, and
+    tensors that are not among its arguments must stay where they are: to look through all that a model has and to
+    gather it for the graph takes a fifth of a step."""
     from torch._inductor.compile_fx import compile_fx
+    from torch.utils._pytree import tree_leaves
+
+    kept: list[Any] = []  # what was compiled, the tensors it was called with, and what it gave
 
     def backend(graph: Any, inputs: Any) -> Any:
         for node in graph.graph.nodes:
@@ -59,12 +63,37 @@ def compiled(call: Any, options: Any, guarded: bool) -> Any:
         if not guarded and all(one.is_cpu for one in inputs if isinstance(one, torch.Tensor)):
             # Python, in place of C++, takes a tenth of a small model's step to call the kernels.
             patches |= {"cpp_wrapper": True, "cpp_wrapper_build_separate": True}
-        return compile_fx(graph, inputs, config_patches=patches)
+        run: Any = compile_fx(graph, inputs, config_patches=patches)
+
+        def keep(*tensors: Any) -> Any:
+            kept[:] = run, list(tensors), run(*tensors)
+            return kept[2]
+
+        return run if guarded else keep
 
     if options.get("mode") and not guarded:
         return torch.compile(call, fullgraph=True, dynamic=False, **options)
-    none: Any = {} if guarded else {"options": {"guard_filter_fn": lambda guards: [False] * len(guards)}}
-    return torch.compile(call, fullgraph=True, dynamic=None if guarded else False, backend=backend, **none)
+    if guarded:
+        return torch.compile(call, fullgraph=True, backend=backend)
+    none = {"guard_filter_fn": lambda guards: [False] * len(guards)}
+    whole = torch.compile(call, fullgraph=True, dynamic=False, backend=backend, options=none)
+    places: list[Any] = []  # of the arguments' tensors among those of the graph
+
+    def step(*given: Any) -> Any:
+        new = [one for one in tree_leaves(given) if isinstance(one, torch.Tensor)]
+        if places:
+            run, tensors, _ = kept
+            for place, tensor in zip(places, new, strict=True):
+                if place is not None:
+                    tensors[place] = tensor
+            return run(*tensors)[0]
+        scores = whole(*given)
+        _, tensors, found = kept
+        if len(found) == 1 and found[0] is scores:
+            places[:] = [next((i for i, one in enumerate(tensors) if one is tensor), None) for tensor in new]
+        return scores
+
+    return step
 
 
 class Static(Kept):
@@ -143,8 +172,8 @@ class Static(Kept):
         if self.places is not None:
             self.places = self.places - count
 
-    def call(self, tokens: torch.Tensor, past: Any, mask: Any, places: Any, last: int) -> torch.Tensor:
-        """One call of the model."""
+    def call(self, tokens: torch.Tensor, past: Any, mask: Any, places: Any, own: Any, last: int) -> torch.Tensor:
+        """One call of the model, with what is its `own` besides."""
         if mask is None and "position_ids" in self.takes and torch.compiler.is_compiling():
             # Without positions some models count tokens by the mask, whose changing length a graph cannot have.
             places = (past.get_seq_length() + torch.arange(tokens.shape[1], device=tokens.device))[None]
@@ -152,7 +181,7 @@ class Static(Kept):
         given = {"attention_mask": mask, "position_ids": places, "logits_to_keep": last}
         given = {name: value for name, value in given.items() if name in self.takes and value is not None}
         name = "decoder_input_ids" if self.two_parts else "input_ids"
-        output = self.model(**{name: tokens}, past_key_values=past, use_cache=True, **(given | self.given))
+        output = self.model(**{name: tokens}, past_key_values=past, use_cache=True, **(given | own))
         scores: torch.Tensor = output.logits
         return scores
 
@@ -170,7 +199,7 @@ class Static(Kept):
             call, tokens = self.graphs[kind], tokens.clone(memory_format=torch.contiguous_format)
             if first:
                 torch._dynamo.maybe_mark_dynamic(tokens, 1)
-        scores: torch.Tensor = call(tokens, self.past, self.mask, self.places, last)
+        scores: torch.Tensor = call(tokens, self.past, self.mask, self.places, self.given, last)
         return scores
 
 
