@@ -293,6 +293,23 @@ def test_options_that_do_not_go_together_are_one_line(run_fettle, monkeypatch, t
     assert says in said.err
 
 
+@pytest.mark.parametrize(
+    "words", ["tune x.py", "bench x.py", "bench x.py --against HEAD", "study x.py", "check x.toml x.py",
+              "diagnose x.py", "improve x.py", "data x.py", "plan x.py", "serve package x.py",
+              "serve slo x.py --p99 1ms", "serve load ftp://x"],
+)  # fmt: skip
+def test_with_json_an_error_leaves_standard_output_empty(run_fettle, monkeypatch, tmp_path, words: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = run_fettle(*words.split(), "--json")
+    assert (said.code, said.out, said.err.count("\n")) == (2, "", 1)
+
+
+def test_lines_are_whole_where_no_terminal_shows_them(monkeypatch, capsys) -> None:
+    monkeypatch.delenv("COLUMNS")
+    console().print("inputs   " + "x FP32[-1, 3] " * 40)
+    assert capsys.readouterr().out.count("\n") == 1
+
+
 def test_an_empty_target_is_not_this_folder(run_fettle) -> None:
     said = run_fettle("diagnose", "")
     assert said.code == 2

@@ -37,6 +37,7 @@ from fettle.workload import (
 )
 
 Point = namedtuple("Point", "x y")
+ROWS = torch.distributions.Independent(torch.distributions.Normal(torch.zeros(2), torch.ones(2)), 1)
 
 
 @dataclass
@@ -180,6 +181,7 @@ class TestLeaves:
             (Pair([1], Pair(2)), [".left[0]", ".right.left"]),
             (UserDict(a=1), [".a"]),
             ({"z": torch.distributions.Normal(torch.zeros(2), torch.ones(2))}, [".z.loc", ".z.scale"]),
+            (ROWS, [".base_dist.loc", ".base_dist.scale"]),
             (SimpleNamespace(store=UserDict(x=torch.zeros(2), n=3), tensor=torch.ones(2)), [".store.x", ".tensor"]),
             (torch.nn.Linear(2, 2), ["output"]),
             ("text", ["output"]),
@@ -582,6 +584,9 @@ def test_tensors_are_changed_in_tuples_and_lists_of_other_classes() -> None:
     one, row = torch.ones(2), Row([torch.ones(2), 3])
     row.label = "first"
     size, listed = torch.Size([2]), Listed([one, row])
+    rows = map_tensors(lambda tensor: tensor + 1, ROWS)
+    assert torch.equal(rows.mean, torch.ones(2))
+    assert torch.equal(ROWS.mean, torch.zeros(2))
     changed, same = map_tensors(lambda tensor: tensor * 2, (listed, size))
     assert (type(changed), type(changed[1]), changed[1].label, changed[1][1]) == (Listed, Row, "first", 3)
     assert torch.equal(changed[0], changed[1][0])

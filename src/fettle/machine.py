@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 
 from fettle.procs.limits import affinity_cores, quota_cores
+from fettle.units import count_text
 
 _PACKAGES = (
     "torch", "torchao", "onnxruntime", "openvino", "triton", "transformers", "diffusers", "numpy", "torch-fettle",
@@ -58,7 +59,7 @@ class Machine:
     @property
     def summary(self) -> str:
         """One line for people."""
-        device = ", ".join(self.gpus) or f"{self.cpu}, {self.cores} cores"
+        device = ", ".join(self.gpus) or f"{self.cpu}, {count_text(self.cores, 'core')}"
         return f"{device}, torch {self.versions.get('torch', '?')}"
 
 

@@ -26,7 +26,7 @@ from fettle.errors import UsageError, refusing
 from fettle.measure import Interval, log_interval, ratio_interval
 from fettle.measure._statistics import LOOKS
 from fettle.measure._watch import Surroundings
-from fettle.units import seconds_text
+from fettle.units import count_text, seconds_text
 
 SLICE_S = 0.05
 """A snippet runs again and again for so long; one that takes longer is a slice of its own."""
@@ -68,7 +68,8 @@ class Snippets:
         names = max(len(row.name) for row in self.rows)
         texts = [f"{name:{names}}  {spent:>8}  {speedup:18}  {verdict}".rstrip()
                  for name, spent, speedup, verdict in self.lines()]  # fmt: skip
-        return "\n".join([*texts, f"{self.rounds} rounds in this process{'. ' + self.load if self.load else ''}"])
+        rounds = f"{count_text(self.rounds, 'round')} in this process"
+        return "\n".join([*texts, ". ".join(filter(None, (rounds, self.load)))])
 
     __repr__ = __str__
 
@@ -77,7 +78,7 @@ class Snippets:
             f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in line)}</tr>" for line in self.lines()
         )  # fmt: skip
         head = "".join(f"<th>{name}</th>" for name in ("snippet", "one run", "speed-up", ""))
-        note = f"{self.rounds} rounds in this process. {self.load}"
+        note = f"{count_text(self.rounds, 'round')} in this process. {self.load}"
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{escape(note)}</p>"
 
 

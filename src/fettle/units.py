@@ -25,9 +25,9 @@ def size_text(size_bytes: float) -> str:
     return f"{sign}{value:.{digits}f} {unit}"
 
 
-def count_text(count: int, noun: str) -> str:
-    """``1 event``, ``2,000 events``."""
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+def count_text(count: float, noun: str) -> str:
+    """``1 event``, ``2,000 events``, ``1.5 cores``."""
+    return (f"{count:,}" if isinstance(count, int) else f"{count:.3g}") + f" {noun}" + ("" if count == 1 else "s")
 
 
 def rate_text(per_second: float) -> str:

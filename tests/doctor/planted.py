@@ -239,7 +239,7 @@ CASES = [
     Case("cuDNN on the loader's path",
          files({"/opt/cuda/lib64/libcudnn.so.8": ""}, variables(LD_LIBRARY_PATH="/usr/lib:/opt/cuda/lib64")),
          "other-cuda-first", "warning", ("libcudnn.so.8", "unset LD_LIBRARY_PATH")),
-    Case("all GPUs hidden", variables(CUDA_VISIBLE_DEVICES=""), "hidden-gpus", "warning", ("hides all 2 GPUs",)),
+    Case("all GPUs hidden", variables(CUDA_VISIBLE_DEVICES=""), "hidden-gpus", "warning", ("hides 2 GPUs",)),
     Case("a GPU that is not there", variables(CUDA_VISIBLE_DEVICES="0,7"), "hidden-gpus", "warning", ("device 7",)),
     Case("NumPy 2 beside an old torch", packages(package("torch", "2.2.2"), without="torchvision"), "numpy-two", "error",
          ("NumPy 1", "numpy<2")),

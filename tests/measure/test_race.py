@@ -750,6 +750,23 @@ def test_a_further_process_that_dies_fails_its_recipe(
     assert math.isfinite(other.time_ms)
 
 
+def test_a_race_of_what_memory_was_short_for_leaves_the_logs_of_the_first_one(
+    target: Target, tmp_path: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fingerprint, judging = reference(target, tmp_path / "reference.pt")
+    monkeypatch.setattr(_candidates, "_memory_is_short", lambda running: True)
+    candidates = [
+        _candidate("baseline"),
+        _candidate("one", "model.delay = 0.01"),
+        _candidate("two", "model.delay = 0.02"),
+    ]
+    (tmp_path / "logs").mkdir()
+    rules = Rules(slice_s=0.01, max_rounds=2)
+    trials = race(target, fingerprint, candidates, judging, rules, log_folder=tmp_path / "logs")
+    assert [trial.status for trial in trials] == ["measured"] * 3
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [f"000-0{number}.log" for number in range(4)]
+
+
 def test_memory_is_short_where_a_peak_would_not_fit_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.undo()  # the fixture's word that there is room
     groups: list[Path] = []

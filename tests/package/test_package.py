@@ -96,6 +96,25 @@ def test_a_model_may_answer_in_the_dictionary_that_it_is_given(tmp_path, recipe)
     torch.testing.assert_close(run(x)[1].float(), wanted, rtol=0, atol=0.02)
 
 
+class Begins(torch.nn.Module):
+    """Its keys are joined to those of a cache with nothing in it, as transformers' models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 3)
+
+    def forward(self, x):
+        return torch.cat([torch.tensor([]), self.layer(x)], dim=-2)
+
+
+def test_a_model_may_begin_a_cache_in_its_call(tmp_path):
+    pytest.importorskip("openvino")
+    model, x = Begins().eval(), torch.rand(2, 5, 4)
+    package = write_package(Workload(model, [x]), Recipe.parse("runtime=openvino"), tmp_path / "p", name="p")
+    run, _ = load_model(package)
+    torch.testing.assert_close(run(x)[0], model(x))
+
+
 def test_a_model_that_was_exported_already_has_no_modes_to_set(tmp_path):
     batch, rows = torch.rand(3, 4), {0: torch.export.Dim.AUTO}
     program = torch.export.export(torch.nn.Linear(4, 2), (batch,), dynamic_shapes=(rows,)).module()

@@ -220,6 +220,8 @@ def test_a_ladder_is_headed_by_its_best_step(study):
     wrong = [replace(RUNGS[1], status="rejected", reason="error 0.3")]
     assert "1.00x as fast as given, the best of 2 steps" in page("x", study, [], [], (), {"model": [RUNGS[0], *wrong]})
     assert "No step keeps the limit on the error" in page("x", study, [], [], (), {"model": wrong})
+    faster = replace(RUNGS[2], speedup=Interval(2.01, 1.9, 2.2))  # by chance, so that it was left out
+    assert "<h1>a=on: 2.00x as fast as given" in page("x", study, [], [], (), {"model": [*RUNGS[:2], faster]})
     # On a busy machine two processes may share no round that says anything.
     unknown = [replace(RUNGS[2], speedup=Interval(math.nan, 0.0, math.inf)), *RUNGS]
     assert "a=on: 2.00x as fast as given, the best of 5 steps" in page("x", study, [], [], (), {"model": unknown})

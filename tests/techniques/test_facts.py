@@ -267,6 +267,21 @@ def test_runtimes_that_cannot_compute_in_the_types_of_the_weights():
     assert not conflict(Recipe.parse("runtime=onnxruntime"), replace(facts, dtype="float16"))
 
 
+def test_what_other_runtimes_cannot_compute_is_seen_before_it_costs_a_trial():
+    class Spectrum(nn.Module):
+        def forward(self, x):
+            return torch.fft.rfft(x).abs()
+
+    facts = probe_facts(Workload(Spectrum().eval(), [torch.rand(2, 4)]))
+    assert conflict(Recipe.parse("runtime=openvino"), facts).endswith("OpenVINO cannot compute the model's fft_rfft")
+    assert not conflict(Recipe.parse("runtime=onnxruntime"), facts)
+    doubles = probe_facts(Workload(nn.Conv2d(3, 4, 3).eval().double(), [torch.rand(2, 3, 8, 8).double()]))
+    assert conflict(Recipe.parse("runtime=onnxruntime"), doubles).endswith(
+        "ONNX Runtime has no conv2d in float64 on a CPU"
+    )
+    assert not probe_facts(Workload(nn.Conv2d(3, 4, 3).eval(), [torch.rand(2, 3, 8, 8)])).cannot_run
+
+
 def test_what_an_exported_model_cannot_return_is_seen_before_it_is_exported():
     facts = probe_facts(Workload(Caching().eval(), [torch.rand(2, 4)]))
     for text in ("runtime=openvino", "runtime=aoti", "runtime=onnxruntime"):

@@ -63,6 +63,18 @@ def test_bf16_sums_add_one_product_where_an_output_lies_behind_sums(exported) ->
             torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("dim", "alpha"), [(0, 1), (-1, 2)])
+def test_rows_are_added_by_index(dim: int, alpha: float) -> None:
+    class Gathers(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+            return (torch.zeros(3, 3).index_add_(dim, torch.tensor([0, 2, 0]), x, alpha=alpha),)
+
+    x = torch.randn(3, 3)
+    model = openvino_model(torch.export.export(Gathers(), (x,)), [], "openvino")
+    request = OpenvinoRequest(openvino_core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}))
+    torch.testing.assert_close(request.answer((x,))[0], Gathers()(x)[0])
+
+
 def test_only_sizes_that_the_program_leaves_open_are_open(exported) -> None:
     model, x, program = exported
     with torch.no_grad():

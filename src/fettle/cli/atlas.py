@@ -162,7 +162,7 @@ def _print_contents(console: Console, rows: Sequence[Row]) -> None:
     from fettle.page import Table
 
     data = _contents(rows)
-    console.print(f"{data['trials']} trials, {data['quiet']} on a quiet machine: " + ", ".join(
+    console.print(f"{count_text(data['trials'], 'trial')}, {data['quiet']} on a quiet machine: " + ", ".join(
         f"{count} {status}" for status, count in data["statuses"].items()))  # fmt: skip
     for name in ("machines", "models"):
         columns = list(data[name][0]) if data[name] else ["nothing"]
@@ -175,7 +175,7 @@ def _print_answer(console: Console, rows: Sequence[Row]) -> None:
     from fettle.atlas import apart, effects, pairs, untold
     from fettle.page import Table
 
-    console.print(f"{len(rows)} trials of {len({row.comparable for row in rows})} models and machines")
+    console.print(f"{count_text(len(rows), 'trial')} of {len({row.comparable for row in rows})} models and machines")
     parts = apart(rows)
     for some in parts:
         if len(parts) > 1:

@@ -25,4 +25,4 @@ def command(
 
     out = console(error=True)
     workers = join(*address_of(address, "the study's address"), lambda text: out.print(text, markup=False))
-    out.print(f"the study has ended; {workers} processes of it had ranks here")
+    out.print(f"the study has ended; processes of it that had ranks here: {workers}")

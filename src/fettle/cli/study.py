@@ -16,7 +16,7 @@ from rich.markup import escape
 from fettle.cli import _options, _show
 from fettle.errors import UsageError
 from fettle.files import check_writable, write_text
-from fettle.units import parse_size, rate_text, size_text
+from fettle.units import count_text, parse_size, rate_text, size_text
 
 if TYPE_CHECKING:
     from fettle.measure import Interval
@@ -199,7 +199,7 @@ def _enqueue(targets: Sequence[str], settings: Settings, as_json: bool) -> None:
     with progress(quiet=as_json) as on_progress:
         cells = enqueue(targets, settings, on_progress)
     start = f"fettle worker --storage {hidden(settings.storage or '')} --study {settings.name}"
-    lines = [f"{name}: {count} combinations" for name, count in cells.items()]
+    lines = [f"{name}: {count_text(count, 'combination')}" for name, count in cells.items()]
     _show.answer(
         as_json,
         lambda: {"study": settings.name, "combinations": cells, "start": start},

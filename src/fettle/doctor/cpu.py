@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from fettle.doctor._check import Finding, check, error, note, warning
 from fettle.doctor.environment import Environment
+from fettle.units import count_text
 
 _NODES = "/sys/devices/system/node/node[0-9]*/cpulist"
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -31,11 +32,11 @@ def threads_beyond_cores(here: Environment) -> Iterator[Finding]:
         if threads and threads * ranks > granted:
             each = max(1, granted // ranks)
             times = f" in each of {ranks} processes" if ranks > 1 else ""
-            yield warning(f"{name}={threads}{times}, and {granted} cores are granted to this process.",
+            yield warning(f"{name}={threads}{times}, and this process is granted {count_text(granted, 'core')}.",
                           "Threads wait for one another at the end of every operation; too many are slower than one.",
                           f"export {name}={each}")  # fmt: skip
     if here.quota < here.cores and here.number("OMP_NUM_THREADS") is None:
-        yield warning(f"The control group grants {here.quota:.3g} cores, and OpenMP starts {here.cores} threads.",
+        yield warning(f"The control group grants {count_text(here.quota, 'core')}; OpenMP starts {here.cores} threads.",
                       "They use up the quota together, and all are stopped until the next period.",
                       f"export OMP_NUM_THREADS={max(1, math.floor(here.quota))}")  # fmt: skip
 
@@ -69,7 +70,7 @@ def sibling_threads(here: Environment) -> Iterator[Finding]:
     pattern = "/sys/devices/system/cpu/cpu[0-9]*/topology/thread_siblings_list"
     siblings = {here.files.text(path).strip() for path in here.files.matching(pattern)} - {""}
     if threads and siblings and here.cores == here.cpus and len(siblings) < threads <= here.cpus:
-        yield note(f"OMP_NUM_THREADS={threads}, and the machine has {len(siblings)} physical cores.",
+        yield note(f"OMP_NUM_THREADS={threads}, and the machine has {count_text(len(siblings), 'physical core')}.",
                    "Two threads share the vector units of one core: rarely faster, often slower.",
                    f"export OMP_NUM_THREADS={len(siblings)}")  # fmt: skip
 
@@ -207,7 +208,7 @@ def busy_neighbour(here: Environment) -> Iterator[Finding]:
     if pressure and float(pressure[1]) > _BUSY:
         finding = f"Tasks waited for a core in {float(pressure[1]):.0f}% of the last 10 seconds."
     elif not pressure and load and float(load[1]) > here.cpus + 1:
-        finding = f"{float(load[1]):.1f} tasks want to run on {here.cpus} cores."
+        finding = f"{float(load[1]):.1f} tasks want to run on {count_text(here.cpus, 'core')}."
     else:
         finding = ""
     if finding:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from fettle.doctor._check import Finding, check, error, note, warning
 from fettle.doctor.environment import Environment
+from fettle.units import count_text
 
 _RENAMED = {
     "NCCL_BLOCKING_WAIT": "TORCH_NCCL_BLOCKING_WAIT", "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
@@ -71,7 +72,7 @@ def more_ranks_than_gpus(here: Environment) -> Iterator[Finding]:
     """Ranks that share a device."""
     ranks = here.number("LOCAL_WORLD_SIZE") or 1
     if here.gpus and ranks > len(here.gpus):
-        yield error(f"LOCAL_WORLD_SIZE={ranks}, and there are {len(here.gpus)} GPUs.",
+        yield error(f"LOCAL_WORLD_SIZE={ranks}, and the machine has {count_text(len(here.gpus), 'GPU')}.",
                     "NCCL refuses two ranks on one device: 'Duplicate GPU detected'.",
                     f"torchrun --nproc-per-node={len(here.gpus)} ...")  # fmt: skip
 

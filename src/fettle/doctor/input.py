@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from fettle.doctor._check import Finding, check, error, note, warning
 from fettle.doctor.environment import Environment
-from fettle.units import size_text
+from fettle.units import count_text, size_text
 
 REMOTE = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "ceph", "gpfs", "glusterfs", "beegfs", "9p", "afs",
           "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.mount-s3", "fuse.blobfuse2", "fuse.juicefs")  # fmt: skip
@@ -71,7 +71,8 @@ def crowded_workers(here: Environment) -> Iterator[Finding]:
     for loader in here.program.loaders:
         if loader.workers * ranks > here.granted:
             times = f" in each of {ranks} ranks" if ranks > 1 else ""
-            yield warning(f"{loader.name} has {loader.workers} workers{times}, and {here.granted} cores are granted.",
+            yield warning(f"{loader.name} has {count_text(loader.workers, 'worker')}{times}, "
+                          f"and this process is granted {count_text(here.granted, 'core')}.",
                           "They take the cores from one another and from the loop.",
                           "fettle data TARGET  # measures how many are worth it")  # fmt: skip
 
@@ -81,7 +82,7 @@ def fork_after_cuda(here: Environment) -> Iterator[Finding]:
     """Workers that are forked from a process with a CUDA context."""
     for loader in here.program.loaders:
         if here.program.used_cuda and loader.workers and loader.start_method == "fork":
-            yield note(f"CUDA was in use before the {loader.workers} workers of {loader.name} are forked.",
+            yield note(f"CUDA was in use before {loader.name} forks {count_text(loader.workers, 'worker')}.",
                        "That works unless a worker touches CUDA: 'Cannot re-initialize CUDA in forked subprocess'.",
                        "DataLoader(..., multiprocessing_context='forkserver')  # where one does")  # fmt: skip
 
@@ -91,7 +92,8 @@ def large_lists(here: Environment) -> Iterator[Finding]:
     """Python objects in a data set, which every worker copies by and by."""
     for loader in here.program.loaders:
         for name, length in loader.lists if loader.workers else ():
-            yield warning(f"{loader.name}.{name} holds {length:,} Python objects, for {loader.workers} workers.",
+            workers = count_text(loader.workers, "worker")
+            yield warning(f"{loader.name}.{name} holds {length:,} Python objects, for {workers}.",
                           "Reading an object writes its reference count: each worker copies the list page by page.",
                           f"self.{name} = numpy.array(self.{name})  # or a torch tensor")  # fmt: skip
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from fettle.doctor._check import Finding, Level, check, error, note, warning
 from fettle.doctor.environment import Environment, Package
+from fettle.units import count_text
 
 if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
@@ -205,8 +206,8 @@ def hidden_gpus(here: Environment) -> Iterator[Finding]:
         return
     numbers = [word.strip() for word in value.split(",")]
     if value.strip() in ("", "-1", "none", "NoDevFiles"):
-        yield warning(f"CUDA_VISIBLE_DEVICES={value!r} hides all {len(here.gpus)} GPUs.", "The model runs on the CPU.",
-                      "unset CUDA_VISIBLE_DEVICES")  # fmt: skip
+        yield warning(f"CUDA_VISIBLE_DEVICES={value!r} hides {count_text(len(here.gpus), 'GPU')}.",
+                      "The model runs on the CPU.", "unset CUDA_VISIBLE_DEVICES")  # fmt: skip
     elif beyond := [number for number in numbers if number.isdecimal() and int(number) >= len(here.gpus)]:
         yield warning(f"CUDA_VISIBLE_DEVICES={value} names device {beyond[0]}, and there are {len(here.gpus)}.",
                       "CUDA ignores that device and all that are named after it.",

@@ -11,6 +11,7 @@ import polars as pl
 
 from fettle.errors import UsageError
 from fettle.trace import load, loader_waits, steps
+from fettle.units import count_text
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def compare_text(waits: Sequence[Waits]) -> list[str]:
     """One trace as a sentence, or two with what was reached against the bound."""
     lines = [
         f"{item.name}: {item.wait_s * 1e3:.1f} of {item.step_s * 1e3:.1f} ms a step are waiting for data "
-        f"({item.waiting:.1%}, {item.steps} steps); removing it brings at most {item.bound:.2f}x."
+        f"({item.waiting:.1%}, {count_text(item.steps, 'step')}); removing it brings at most {item.bound:.2f}x."
         for item in waits
     ]
     if len(waits) == 2:

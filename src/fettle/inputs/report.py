@@ -13,7 +13,7 @@ from fettle.inputs.result import PipelineResult
 from fettle.inputs.setting import BATCH_INDEX, ONE_BY_ONE, Setting, ratio
 from fettle.page import Table, clean, drawn, shell, still, theme
 from fettle.page.theme import level, sized
-from fettle.units import rate_text, seconds_text, size_text
+from fettle.units import count_text, rate_text, seconds_text, size_text
 
 
 def facts(result: PipelineResult) -> list[str]:
@@ -48,8 +48,9 @@ def facts(result: PipelineResult) -> list[str]:
             "batches are in flight."
         )
     lines += _kept(result)
-    kept = f", {result.reused} answers kept from an earlier start" if result.reused else ""
-    lines.append(f"{result.cores} cores to use ({result.cores_why}); searched in {result.search_s:.0f} s{kept}.")
+    kept = f", {count_text(result.reused, 'answer')} kept from an earlier start" if result.reused else ""
+    cores = count_text(result.cores, "core")
+    lines.append(f"{cores} to use ({result.cores_why}); searched in {result.search_s:.0f} s{kept}.")
     if result.interrupted:
         lines.append("Interrupted: this is what was known by then.")
     return lines
@@ -160,7 +161,11 @@ def _tiles(result: PipelineResult) -> list[tuple[str, str, str]]:
     over = "given" if able else "no workers: as given it fails"
     tiles = [
         ("reached", f"{result.gain:.2f}x", f"batches a second, over {over}"),
-        ("workers", str(result.best.setting.num_workers), f"given {as_given.num_workers}, {result.cores} cores"),
+        (
+            "workers",
+            f"{result.best.setting.num_workers}",
+            f"given {as_given.num_workers}, {count_text(result.cores, 'core')}",
+        ),
         ("one batch in one process", seconds_text(result.batch_p50_s), f"95%: {seconds_text(result.batch_p95_s)}"),
     ]
     if result.step_s:

@@ -11,7 +11,7 @@ from typing import ClassVar
 from fettle.errors import UsageError
 from fettle.inputs.lint import RAISES, Lint
 from fettle.inputs.setting import WITHIN, Measured, ratio
-from fettle.units import seconds_text, size_text
+from fettle.units import count_text, seconds_text, size_text
 
 _RAISED = re.compile(r"(item|items|one of the rows|the items) .* raised ")
 """How a failure that is the data set's own begins: see `fettle.inputs._fetch`."""
@@ -91,8 +91,8 @@ class PipelineResult:
         met = [item.failure for item in tried if is_of_a_row(item.failure)]
         if not met:
             return ""
-        return (f"A run over this data set ends with an error: {met[0]}. {len(met)} of {len(tried)} settings "
-                "met it.")  # fmt: skip
+        return (f"A run over this data set ends with an error: {met[0]}. "
+                f"{len(met)} of {count_text(len(tried), 'setting')} met it.")  # fmt: skip
 
     @property
     def code(self) -> str:

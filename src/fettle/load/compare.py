@@ -19,6 +19,7 @@ import numpy as np
 
 from fettle.errors import UsageError
 from fettle.files import read_bytes
+from fettle.units import count_text
 
 SAME = 0.05
 """Ratios whose whole interval lies within this share of 1 are called the same."""
@@ -131,5 +132,5 @@ def _alike(run: _Earlier, other: _Earlier) -> bool:
 
 def _load(run: _Earlier) -> str:
     if run.mode == "closed":
-        return f"{run.concurrency} client{'s' if run.concurrency > 1 else ''}"
+        return count_text(run.concurrency, "client")
     return f"{run.rate:.4g}/s"

@@ -149,6 +149,8 @@ class Start:
     on_progress: OnProgress = lambda progress: None
     workers: list[Worker] = field(default_factory=list)
     """Those that end with the race: all that are not `held`."""
+    logs_before: int = 0
+    """Logs are numbered from here: a race of what memory was short for leaves those of the first one."""
 
     def line_up(self, candidates: Sequence[Candidate]) -> list[Started | Trial]:
         """Start the workers one after the other, or say in a trial why one failed. Stops at the deadline, and when
@@ -157,7 +159,7 @@ class Start:
         begun: list[Started | Trial] = []
         running: list[Started] = []
         held = [self.held.take(one.recipe) if self.held is not None else None for one in candidates]
-        queue = [(candidate, f"{index:02d}") for index, candidate in enumerate(candidates) if held[index] is None]
+        queue = [(one, self._log(index)) for index, one in enumerate(candidates) if held[index] is None]
         with closing(self._built(queue)) as line:
             for index, candidate in enumerate(candidates):
                 if index and time.monotonic() > self.rules.deadline:
@@ -205,7 +207,7 @@ class Start:
             if len(able) < 2 or cost_s > left_s:
                 return
             began = time.monotonic()
-            queue = [(started.first.candidate, f"{started.number:02d}-{copy}") for started in able]
+            queue = [(started.first.candidate, self._log(started.number, f"-{copy}")) for started in able]
             with closing(self._built(queue)) as line:
                 for started in able:
                     candidate = started.first.candidate
@@ -224,7 +226,11 @@ class Start:
             able = [started for started in able if started.live]
             left_s -= time.monotonic() - began
 
-    def _built(self, queue: Sequence[tuple[Candidate, str]]) -> Generator[WithWorkload, None, None]:
+    def _log(self, number: int, copy: str = "") -> Path | None:
+        name = f"{self.race:03d}-{self.logs_before + number:02d}{copy}.log"
+        return self.log_folder / name if self.log_folder else None
+
+    def _built(self, queue: Sequence[tuple[Candidate, Path | None]]) -> Generator[WithWorkload, None, None]:
         """The processes of `queue` in its order, each with the workload built and paused, `Rules.abreast` of them built
         side by side. Those that were built and never asked for are ended when the iterator is closed."""
         for begin in range(0, len(queue), self.rules.abreast):
@@ -235,12 +241,11 @@ class Start:
             finally:
                 close_each(one.worker for one in built)
 
-    def _build(self, group: Sequence[tuple[Candidate, str]]) -> list[WithWorkload]:
+    def _build(self, group: Sequence[tuple[Candidate, Path | None]]) -> list[WithWorkload]:
         began = time.monotonic()
         workers: list[Worker] = []
         try:
-            for candidate, name in group:
-                log = self.log_folder / f"{self.race:03d}-{name}.log" if self.log_folder else None
+            for candidate, log in group:
                 worker = Worker(
                     {**self.environment, **candidate.environment}, log, ranks=candidate.ranks, nodes=self.nodes,
                     python=candidate.python, forks=self.forks,

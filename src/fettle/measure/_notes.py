@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from fettle.techniques import tally
+from fettle.units import count_text
 
 
 def compiler_notes() -> list[str]:
@@ -18,16 +19,17 @@ def compiler_notes() -> list[str]:
     breaks = sum(counters["graph_break"].values())
     if breaks:
         reason = next(iter(counters["graph_break"])).strip().splitlines()[0]
-        notes.append(f"{breaks} graph break{'s' if breaks > 1 else ''}, the first: {reason[:120]}")
+        notes.append(f"{count_text(breaks, 'graph break')}, the first: {reason[:120]}")
     frames = counters["frames"]
     if frames.get("total", 0) > frames.get("ok", 0):
-        notes.append(f"{frames['total'] - frames.get('ok', 0)} frames could not be compiled and run eagerly")
+        eager = count_text(frames["total"] - frames.get("ok", 0), "frame")
+        notes.append(f"{eager} could not be compiled and run eagerly")
     recompiles = sum(counters["recompiles"].values()) if "recompiles" in counters else 0
     if recompiles:
-        notes.append(f"{recompiles} recompiles")
+        notes.append(count_text(recompiles, "recompile"))
     skipped = counters["inductor"].get("cudagraph_skips", 0)
     if skipped:
-        notes.append(f"CUDA graphs skipped {skipped} times")
+        notes.append(f"CUDA graphs skipped {count_text(skipped, 'time')}")
     return notes
 
 

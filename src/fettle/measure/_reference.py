@@ -21,7 +21,7 @@ from fettle.files import plain, whole
 from fettle.measure._accuracy import Outputs, compare, outputs_of, user_metric, worst
 from fettle.measure.messages import Reference
 from fettle.procs.limits import granted_memory_bytes
-from fettle.techniques import state_kept
+from fettle.techniques import state_kept, to_eval
 from fettle.workload import Workload, fresh, is_numbers, leaves, map_tensors
 
 SECONDS = 60.0
@@ -54,8 +54,7 @@ def write_reference(workload: Workload, path: str, derived_check: bool = False) 
     started, model = time.perf_counter(), workload.model
     module = model if isinstance(model, torch.nn.Module) else None
     if module is not None:
-        with contextlib.suppress(NotImplementedError):  # an exported program has one mode, the one it was exported in
-            module.eval()
+        to_eval(module)
     runs, drawing = _Runs(workload, derived_check), _SeesGenerators()
     with torch.no_grad(), _fast_path(False):  # the model as given is called with gradients, so without a fast path
         timed = time.perf_counter()

@@ -106,7 +106,8 @@ def _race(start: Start, candidates: Sequence[Candidate], patience: Patience, see
     last = max((one.round for trial in trials for one in trial.slices), default=before)
     later: list[Trial] = []
     with _ended_by_interrupt(start, running):
-        later = _race(start, [candidates[baseline], *rest], patience, seed + 1, last)
+        again = replace(start, logs_before=start.logs_before + len(begun))
+        later = _race(again, [candidates[baseline], *rest], patience, seed + 1, last)
     if later and baseline < len(trials):  # the baseline's slices connect the two races
         trials[baseline] = replace(trials[baseline], slices=(*trials[baseline].slices, *later[0].slices))
     return [*trials, *later[1:]]

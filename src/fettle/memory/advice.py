@@ -13,7 +13,7 @@ from fettle.memory.churn import Churn
 from fettle.memory.fragmentation import Fit, Pool
 from fettle.memory.leaks import LeakReport
 from fettle.memory.snapshot import Snapshot
-from fettle.units import size_text
+from fettle.units import count_text, size_text
 
 _MUCH = 0.10
 _MUCH_BYTES = 256 << 20
@@ -56,7 +56,7 @@ def _stop_emptying(churn: Churn) -> Advice:
     took = f" in {churn.duration_ms / 1000:.2f} s" if churn.duration_ms is not None else ""
     return Advice(
         f"remove empty_cache() at {churn.own_line}",
-        f"it gave back {churn.freed_segments} segments ({size_text(churn.freed_bytes)}), and "
+        f"it gave back {count_text(churn.freed_segments, 'segment')} ({size_text(churn.freed_bytes)}), and "
         f"{churn.allocated_segments} ({size_text(churn.allocated_bytes)}) were fetched again{took}; "
         f"{churn.same_sizes:.0%} of the sizes came back",
         0,
@@ -67,7 +67,7 @@ def _stop_emptying(churn: Churn) -> Advice:
 def _threshold(churn: Churn) -> Advice:
     return Advice(
         "garbage_collection_threshold: raise or unset",
-        f"it freed {churn.freed_segments} segments ({size_text(churn.freed_bytes)}) that were wanted again",
+        f"it freed {count_text(churn.freed_segments, 'segment')} ({size_text(churn.freed_bytes)}), wanted again later",
         0,
         ("the device is shared, and the others need the memory",),
     )

@@ -19,7 +19,6 @@ from fettle.memory.analysis import Analysis, verdict
 from fettle.memory.difference import Difference
 from fettle.memory.moments import segment_lives
 from fettle.memory.stacks import describe
-from fettle.units import count_text
 
 
 def write_report(analysis: Analysis, path: str | os.PathLike[str], *, difference: Difference | None = None) -> None:
@@ -44,7 +43,6 @@ def render(analysis: Analysis, difference: Difference | None = None) -> str:
         facts=shell.script_json(facts | colours),
         columns=columns,
         scripts=True,
-        count_text=count_text,
     )
 
 

@@ -15,7 +15,7 @@ from fettle.package.model_runner import as_array
 from fettle.package.program import TOGETHER
 from fettle.package.tensors import FROM_NUMPY, TensorSpec
 from fettle.recipe import Recipe
-from fettle.techniques import find
+from fettle.techniques import find, to_eval
 from fettle.workload import Workload, device_of, leaves, map_tensors, tensors
 
 MOST_JUDGED = 2
@@ -33,8 +33,7 @@ class Flat(torch.nn.Module):
         super().__init__()
         assert isinstance(workload.model, torch.nn.Module)
         self.inner = workload.model
-        with contextlib.suppress(NotImplementedError):  # an exported program has one mode, the one it was exported in
-            self.inner.eval()
+        to_eval(self.inner)
         self.workload = workload
         first = workload.inputs[0]
         paths = [path for path, leaf in leaves(first) if isinstance(leaf, torch.Tensor)]

@@ -98,8 +98,8 @@ def _export(
 def _forget_types(program: torch.export.ExportedProgram) -> None:
     """Let a recipe compute in other types than those that were exported with.
 
-    Takes out the assertions of every tensor's type, conversions to the type and device that a tensor had already, and
-    what no output needs.
+    Takes out the assertions of every tensor's type, conversions to the type and device that a tensor had already, the
+    typed nothing that a new cache joins its first keys to, and what no output needs.
     """
     for module in program.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
@@ -109,6 +109,8 @@ def _forget_types(program: torch.export.ExportedProgram) -> None:
                 elif _converts_nothing(node):
                     node.replace_all_uses_with(node.args[0])
                     module.graph.erase_node(node)
+                elif node.target is torch.ops.aten.cat.default and node.meta["val"].dim() > 1:
+                    node.update_arg(0, [one for one in node.args[0] if one.meta["val"].shape != (0,)])
             drop_unused(module.graph)
             module.recompile()
 

@@ -15,7 +15,7 @@ from fettle.errors import UsageError
 from fettle.files import cache_folder, read_text, write_text
 from fettle.page import theme
 from fettle.page.blocks import Figure, clean
-from fettle.units import size_text
+from fettle.units import count_text, size_text
 
 if TYPE_CHECKING:
     import altair as alt
@@ -58,7 +58,7 @@ def _template(package: str, name: str) -> jinja2.Template:
     """A page's template, which may use this room's."""
     loader = jinja2.ChoiceLoader([jinja2.PackageLoader(package, "."), jinja2.PackageLoader("fettle.page", ".")])
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["size"] = size_text
+    environment.filters |= {"size": size_text, "counted": count_text}
     return environment.get_template(name)
 
 

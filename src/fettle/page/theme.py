@@ -55,6 +55,7 @@ def config(dark: bool) -> Spec:
             "titleFontSize": 12,
             "labelFontSize": 11,
             "gridColor": line,
+            "gridOpacity": {"condition": {"test": "datum.label === ''", "value": 0}, "value": 1},  # of a log axis
             "domain": False,
             "ticks": False,
             "labelPadding": 6,

@@ -8,7 +8,7 @@ from typing import Any
 from fettle.page import Table, as_spec, drawn, shell, still
 from fettle.parallel.plan import Plan, Prediction
 from fettle.parallel.timeline import PARTS
-from fettle.units import size_text
+from fettle.units import count_text, size_text
 
 
 def bars(made: Plan, width: int = 520) -> Any:
@@ -115,14 +115,15 @@ def verdict(made: Plan) -> str:
         least = min(_planned(made), key=lambda item: item.peak_bytes)
         return f"Nothing fits in {room}; the least is {least.strategy} with {size_text(least.peak_bytes)}."
     if not made.cheapest:
-        return f"{len(fitting)} of {len(made.predictions)} fit in {room}, none of them on {made.world_size} ranks."
+        ranks = count_text(made.world_size, "rank")
+        return f"{len(fitting)} of {len(made.predictions)} fit in {room}, none of them on {ranks}."
     return f"{len(fitting)} of {len(made.predictions)} fit in {room}; of these {made.cheapest} communicates least."
 
 
 def basis(made: Plan) -> str:
     """What was assumed, for those who read the numbers."""
     return (
-        f"{made.parameters:,} parameters, {made.optimizer}, {made.ranks_per_node} ranks per node, "
+        f"{made.parameters:,} parameters, {made.optimizer}, {count_text(made.ranks_per_node, 'rank')} per node, "
         f"device {made.device}. "
         "Predicted from fake tensors, nothing was launched. Not counted: the device's context, the communication "
         "library's buffers, fragmentation, and what kernels allocate inside themselves."

@@ -41,7 +41,7 @@ def granted_cores() -> tuple[int, str]:
     """Logical cores that this process may use, of a quota as many as it takes to use all of it; and what says so."""
     cores, quota = affinity_cores(), quota_cores()
     if quota < cores:
-        return max(1, math.ceil(quota)), f"the control group grants {quota:.3g} cores"
+        return max(1, math.ceil(quota)), f"the control group grants {quota:.3g} core{'s' * (quota != 1)}"
     return cores, "cores of this process"
 
 

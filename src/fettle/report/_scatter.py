@@ -13,6 +13,7 @@ from fettle.page.theme import LEVERS, NEUTRAL, QUIET, Rows, level, moment, rule
 from fettle.report import _format as fmt
 from fettle.report._facts import error_name, front_trials, levers, name_of, ranked, speed, status_of, unit_name
 from fettle.result import Outcome
+from fettle.units import count_text
 
 SHAPES = {
     "winner": "diamond",
@@ -111,7 +112,7 @@ def front(result: Outcome) -> Figure | None:
         f"and {fmt.size(trial.peak_bytes)}"
         for trial in best[:8]
     )
-    words = f"{len(best)} trials that no other beats in speed, error and memory at once: {listed}."
+    words = f"{count_text(len(best), 'trial')} that no other beats in speed, error and memory at once: {listed}."
     return picture("pareto", "The Pareto front", words, _HEIGHT, dots, numbers)
 
 
@@ -164,7 +165,8 @@ def _cloud(
     every = points(result)
     low, high = min(row["speedup"] for row in every), max(row["speedup"] for row in every)
     words = (
-        f"Scatter of {len(every)} trials, speed-up from {fmt.times(low)} to {fmt.times(high)} against {against}; "
+        f"Scatter of {count_text(len(every), 'trial')}, "
+        f"speed-up from {fmt.times(low)} to {fmt.times(high)} against {against}; "
         f"{sum(row['status'] == 'rejected' for row in every)} rejected. The figures are in the table of all trials."
     )
     return picture(name, title, words, _HEIGHT, one, *rules, dots, label)

@@ -13,6 +13,7 @@ from fettle.page.theme import ACCENT, QUIET, WARN, Rows, coloured
 from fettle.report import _format as fmt
 from fettle.report._facts import is_winner, name_of, ranked
 from fettle.result import Outcome
+from fettle.units import count_text
 
 
 def timed(result: Outcome) -> list[Trial]:
@@ -36,7 +37,7 @@ def speeds(result: Outcome) -> Table:
             "recipe": Cell(name_of(trial.recipe), code=True), "first token": fmt.milliseconds(text.ttft_ms),
             "per token": fmt.milliseconds(text.tpot_ms),
             "between, p50 / p90 / p99": " / ".join(map(fmt.milliseconds, between)),
-            **{f"tokens/s, {count} row{'s' * (count > 1)}": fmt.number(text.tokens_per_s.get(str(count)), 3)
+            **{f"tokens/s, {count_text(count, 'row')}": fmt.number(text.tokens_per_s.get(str(count)), 3)
                for count in counts},
             "memory": fmt.size(text.peak_bytes), "of the limit, prefill": shares.get("prefill", "–"),
             "decode": shares.get("decode", "–"),

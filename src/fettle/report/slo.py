@@ -13,7 +13,7 @@ import altair as alt
 from fettle.page import Cell, Figure, Row, Table, clean, picture, shell, theme
 from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN, Rows, by_name, coloured, level, rule
 from fettle.report import _format as fmt
-from fettle.units import rate_text
+from fettle.units import count_text, rate_text
 
 Data = Mapping[str, Any]
 _HEIGHT = 300
@@ -51,7 +51,7 @@ def lead(data: Data) -> str:
     text = f"{point['setting']}. Predicted before any load test: {rate_text(point['predicted'])} requests a second."
     if data["rate"]:
         text += f" Asked for: {data['rate']:.4g}"
-        text += f", with {data['head_room']:.0%} of the capacity to be left." if data["head_room"] else "."
+        text += f", with {data['headroom']:.0%} of the capacity to be left." if data["headroom"] else "."
     return text
 
 
@@ -198,7 +198,8 @@ def capacity(data: Data) -> Figure | None:
                 tooltip=[alt.Tooltip("setting:N"), alt.Tooltip("capacity:Q", title="measured", format=".4~g")],
             )
         )  # fmt: skip
-    listed = "; ".join(f"up to {row['rows']} rows {row['capacity']:.4g}/s" for row in rows if row["kind"] == "at once")
+    at_once = (row for row in rows if row["kind"] == "at once")
+    listed = "; ".join(f"up to {count_text(row['rows'], 'row')} {row['capacity']:.4g}/s" for row in at_once)
     return picture("capacity", "Capacity by rows of a batch", f"Lines: {listed}.", _HEIGHT, *layers)
 
 
@@ -225,7 +226,7 @@ def cost(data: Data) -> Figure | None:
     limit = level(data["limit_ms"], f"limit {fmt.milliseconds(data['limit_ms'])}")
     line, dots = base.mark_line(strokeWidth=2), base.mark_point(filled=True, size=42)
     main = (row for row in rows if row["main"])
-    listed = "; ".join(f"{row['rows']} rows {fmt.milliseconds(row['median_ms'])}" for row in main)
+    listed = "; ".join(f"{count_text(row['rows'], 'row')} {fmt.milliseconds(row['median_ms'])}" for row in main)
     return picture("cost", "What a call costs, by rows", f"Line: {listed}.", _HEIGHT, band, line, dots, *limit)
 
 
@@ -260,7 +261,8 @@ def prediction(data: Data) -> Figure | None:
     whiskers = whiskers.encode(y=alt.Y("low:Q", scale=scale, axis=axis, title="measured p99, ms (log)"), y2="high:Q")
     limit = rule("y", data["limit_ms"], scale=scale)
     off = sorted(abs(row["measured"] / row["predicted"] - 1) for row in rows)
-    words = f"{len(rows)} load tests; the median distance from the prediction is {off[len(off) // 2]:.0%}."
+    middle = off[len(off) // 2]
+    words = f"{count_text(len(rows), 'load test')}; the median distance from the prediction is {middle:.0%}."
     return picture("prediction", "Predicted against measured p99", words, _HEIGHT, dots, whiskers, line, limit)
 
 
@@ -292,7 +294,7 @@ def front(data: Data) -> Figure | None:
     label = base.transform_filter("datum.best").mark_text(dy=-14, fontWeight=600).encode(text=alt.value("chosen"))
     unbeaten = [row for row in rows if row["front"]]
     listed = "; ".join(f"{row['setting']}: {row['capacity']:.4g}/s" for row in unbeaten[:8])
-    words = f"{len(unbeaten)} settings that no other beats in every respect: {listed}."
+    words = f"{count_text(len(unbeaten), 'setting')} that no other beats in every respect: {listed}."
     return picture("front", "The Pareto front", words, _HEIGHT, dots, label)
 
 

@@ -13,7 +13,7 @@ import altair as alt
 from fettle.page import Figure, Table, clean, picture, shell, theme
 from fettle.page.theme import Rows, by_name, level
 from fettle.report import slo
-from fettle.units import size_text
+from fettle.units import count_text, size_text
 
 Data = Mapping[str, Any]
 _MOST = 8
@@ -118,7 +118,8 @@ def _capacity(data: Data) -> Figure | None:
         return None
     best = max(rows, key=lambda row: row["rate"])
     y = alt.Y("rate:Q", title="texts a second within the limits", scale=alt.Scale(zero=True, nice=True))
-    words = f"{len(rows)} settings simulated, the best {best['rate']:.3g}/s with {best['texts']} texts at once."
+    texts = count_text(best["texts"], "text")
+    words = f"{count_text(len(rows), 'setting')} simulated, the best {best['rate']:.3g}/s with {texts} at once."
     return _lines("capacity", "What could be served", rows, _texts_axis(rows), y, words)
 
 

@@ -14,6 +14,7 @@ from fettle.report import _facts, _text, _verdict
 from fettle.report import _format as fmt
 from fettle.result import Goal, Outcome, goal_figure
 from fettle.techniques import parts_sentence
+from fettle.units import count_text
 
 _ALIKE = 3
 """Recipes that failed for one reason and are named; the others are counted."""
@@ -39,7 +40,8 @@ def print_result(result: Outcome, console: Console) -> None:
     if result.left_out:
         names = dict.fromkeys(item.technique.partition("[")[0] for item in result.left_out)
         console.print(
-            f"[dim]left out: {len(result.left_out)} levels of {escape(', '.join(names))}; the report says why[/]",
+            f"[dim]left out: {count_text(len(result.left_out), 'level')} of {escape(', '.join(names))}; "
+            "the report says why[/]",
         )
     console.print()
     console.print(f"[bold]{escape(_verdict.verdict(result))}[/]")

@@ -22,6 +22,7 @@ from fettle.package.settings import powers
 from fettle.procs.child import Child, ChildError, Request
 from fettle.procs.limits import resident_bytes
 from fettle.procs.parent import Parent, be_a_worker
+from fettle.units import count_text
 
 T = TypeVar("T")
 START_S, ANSWER_S = 1800.0, 300.0
@@ -84,7 +85,7 @@ def calibrate(
             if stopped():
                 raise Stopped
             size = todo.pop(0)
-            on_progress(f"cost of {size} row{'s' if size > 1 else ''}, {workers} x {threads} threads, {device}")
+            on_progress(f"cost of {count_text(size, 'row')}, {workers} x {count_text(threads, 'thread')}, {device}")
             answers = _time_size(processes, calibration, size, seconds)
             if not calibration.samples:
                 break

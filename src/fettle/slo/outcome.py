@@ -177,28 +177,29 @@ def _p99(test: Tested) -> float:
 def as_data(result: SearchResult, **more: Any) -> dict[str, Any]:
     """Everything that the report shows, without NaN or infinity, with `more` facts about the search."""
     best = result.best
-    return {
-        "limit_ms": result.limit_s * 1e3, "rate": result.rate, "head_room": result.headroom, "met": result.met,
+    data: dict[str, Any] = plain({
+        "limit_ms": result.limit_s * 1e3, "rate": result.rate, "headroom": result.headroom, "met": result.met,
         "why": result.why, "tests": result.tests, "tests_kept": result.tests_kept, "interrupted": result.interrupted,
         "seconds": result.seconds, "reference_rate": result.reference_rate,
         "best": result.points.index(best) if best is not None else None,
         "points": [_plain_point(point) for point in result.points],
         "branches": [_plain_branch(measured) for measured in result.branches.values()],
-        "failures": [asdict(failure) for failure in result.failures], **more,
-    }  # fmt: skip
+        "failures": result.failures, **more,
+    })  # fmt: skip
+    return data
 
 
 def _plain_point(point: Point) -> dict[str, Any]:
     tests = [
         {"rate": test.rate, "held": test.held, "predicted_p99_ms": test.predicted_p99_ms, "slower": test.slower,
-         **msgspec.to_builtins(test.inside), "batch_rows": test.inside.rows, "run": plain(test.run)}
+         **msgspec.to_builtins(test.inside), "batch_rows": test.inside.rows, "run": test.run}
         for test in point.tests
     ]  # fmt: skip
     return {
         **asdict(point.setting), "setting": str(point.setting), "predicted": point.predicted,
         "simulated": point.now,
-        "measured": point.measured, "p50_ms": plain(point.predicted_p50_s * 1e3),
-        "p99_ms": plain(point.p99_s * 1e3), "memory_bytes": point.memory_bytes, "error": plain(point.error),
+        "measured": point.measured, "p50_ms": point.predicted_p50_s * 1e3,
+        "p99_ms": point.p99_s * 1e3, "memory_bytes": point.memory_bytes, "error": point.error,
         "cost_per_million": point.cost, "front": point.front, "tests": tests,
     }  # fmt: skip
 

@@ -15,6 +15,7 @@ from fettle.slo.calibrate import Calibration
 from fettle.slo.kept import Tested
 from fettle.slo.overheads import Overheads
 from fettle.slo.simulate import Costs
+from fettle.units import count_text
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,9 @@ class Branch:
     """Which of the packages; empty where there is one only."""
 
     def __str__(self) -> str:
-        workers = f"{self.workers} worker{'s' if self.workers > 1 else ''}"
-        threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
         device = f" on {self.device}" if self.device != "cpu" else ""
-        return f"{workers} x {threads}{device}" + (f", {self.variant}" if self.variant else "")
+        variant = f", {self.variant}" if self.variant else ""
+        return f"{count_text(self.workers, 'worker')} x {count_text(self.threads, 'thread')}{device}{variant}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Setting(Branch):
 
     def __str__(self) -> str:
         delay = f", {self.delay_s * 1e3:.3g} ms delay" if self.delay_s else ""
-        return f"{self.branch}, up to {self.max_rows} rows{delay}"
+        return f"{self.branch}, up to {count_text(self.max_rows, 'row')}{delay}"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from fettle.package.settings import powers
 from fettle.slo.overheads import Overheads
 from fettle.slo.points import Branch, Measured, Point, Setting
 from fettle.slo.simulate import capacity
+from fettle.units import count_text
 
 DELAYS = (0.0, 0.25)
 """Waiting for a fuller batch, as shares of the cost of one row."""
@@ -51,7 +52,7 @@ def rank(
         if key not in known:
             known[key] = _simulated(measured, limit_s)
         points += [replace(point) for point in known[key]]
-        on_progress(f"{len(points)} settings simulated")
+        on_progress(f"{count_text(len(points), 'setting')} simulated")
     best = max((point.predicted for point in points), default=0.0)
 
     def place(point: Point) -> tuple[float, int, float, int, float]:

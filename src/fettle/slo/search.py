@@ -28,7 +28,7 @@ from fettle.slo.proof import load_test_s, prove, sample_requests, serve_settings
 from fettle.slo.ranking import Known, between, rank, worker_splits
 from fettle.slo.server_process import ServerFailure, ServerProcess
 from fettle.slo.simulate import capacity, simulate
-from fettle.units import rate_text
+from fettle.units import count_text, rate_text
 
 HEADROOM = 0.2
 """Share of the capacity to leave free: suggested where no other was asked for."""
@@ -137,7 +137,7 @@ class _Search:
         else:
             self._until -= CALIBRATION_S
         for rows, why in calibration.failures.items():
-            at = f" at {rows} row{'s' if rows > 1 else ''}" if rows else ", loading"
+            at = f" at {count_text(rows, 'row')}" if rows else ", loading"
             self.result.failures.append(Failure(f"{branch}{at}", why))
         if calibration.samples:
             self.result.branches[branch] = Measured(branch, calibration, package.settings.buckets, lender=self._lender)

@@ -38,6 +38,7 @@ from fettle.slo.proof import bracket, load_test_s, loaded
 from fettle.slo.server_process import ServerFailure, ServerProcess
 from fettle.slo.text_costs import CHUNKS, TextCosts, calibrate_texts
 from fettle.slo.text_simulation import Tables, simulate_texts, text_capacity
+from fettle.units import count_text
 
 TEXTS, PATIENCE_S = 200, 60.0
 """A load test has so many texts at least, where it is not too long; and so long it waits for what is being written."""
@@ -67,10 +68,10 @@ class TextSetting:
         return self.variant, self.threads
 
     def __str__(self) -> str:
-        texts = f"{self.rows} text{'s' if self.rows > 1 else ''} at once"
+        texts, threads = count_text(self.rows, "text"), count_text(self.threads, "thread")
         device = f" on {self.device}" if self.device != "cpu" else ""
         variant = f", {self.variant}" if self.variant else ""
-        return f"{texts}, {self.chunk} tokens of prompts a step, {self.threads} threads{device}{variant}"
+        return f"{texts} at once, {self.chunk} tokens of prompts a step, {threads}{device}{variant}"
 
 
 @dataclass

@@ -92,6 +92,10 @@ def _analyse(table: Table, group: str, response: Response) -> Analysis:
     )  # fmt: skip
 
 
+_LISTED = 6
+"""Levels that were never varied apart and are named, with those they came with."""
+
+
 def _checked(table: Table, model: Model) -> Checks:
     """What the residuals say, after what the levels that were tried say: a factor that was never as given, and levels
     that were never apart."""
@@ -100,17 +104,18 @@ def _checked(table: Table, model: Model) -> Checks:
         Doubt(f"{name}={table.factors[name][0]} was not measured here: effects of {name} are over {name}={levels[0]}")
         for name, levels in model.levels.items() if levels[0] != table.factors[name][0]
     ]  # fmt: skip
+    together = []
     for term in (term for term, why in model.left_out.items() if len(term) == 1 and why == NEVER_APART):
         rows = {place for place, row in enumerate(model.rows) if holds(row, term)}
         twins = [
             "=".join(other[0]) for other in model.columns
             if len(other) == 1 and rows == {place for place, row in enumerate(model.rows) if holds(row, other)}
         ]  # fmt: skip
-        beside = " and ".join(twins) or "other levels"
-        level = "=".join(term[0])
-        doubts.append(
-            Doubt(f"{level} was never varied apart from {beside}: what is said of {beside} may be due to {level}")
-        )
+        together.append(f"{'='.join(term[0])} from {' and '.join(twins) or 'other levels'}")
+    if together:
+        more = f" and {len(together) - _LISTED} more" if together[_LISTED:] else ""
+        listed = ", ".join(together[:_LISTED]) + more
+        doubts.append(Doubt(f"never varied apart: {listed}; what is said of one may be due to the other"))
     return replace(checks, doubts=(*doubts, *checks.doubts))
 
 

@@ -21,6 +21,7 @@ from fettle.studies.outcome import ERROR, Rung
 from fettle.studies.pooled import LEAST_MACHINES
 from fettle.studies.table import MACHINE, Experiment, Response, Table
 from fettle.techniques import PYTHON
+from fettle.units import count_text
 
 _HEIGHT = 320
 _MOST_RUNS = 24
@@ -214,7 +215,7 @@ def _front(name: str, table: Table, group: str) -> Figure | None:
                  alt.Tooltip("y:Q", title=two.name, format=".3~g"), alt.Tooltip("status:N")],
     )  # fmt: skip
     best = "; ".join(str(row["recipe"]) for row in rows if row["front"])
-    words = f"{len(rows)} experiments, {one.name} against {two.name}. On the Pareto front: {best[:400]}."
+    words = f"{count_text(len(rows), 'experiment')}, {one.name} against {two.name}. On the Pareto front: {best[:400]}."
     return picture(name, f"{one.name} against {two.name}{_of_group(group)}", words, _HEIGHT, line, dots)
 
 

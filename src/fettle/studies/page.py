@@ -12,6 +12,7 @@ from fettle.studies.analysis import Analysis
 from fettle.studies.checks import HeldOut
 from fettle.studies.outcome import Rung
 from fettle.studies.sentences import between, times
+from fettle.units import count_text
 
 _MOST = 60
 MISSING = "–"
@@ -67,15 +68,16 @@ def headline(analyses: Sequence[Analysis]) -> str:
 
 
 def _best_step(steps: Mapping[str, Sequence[Rung]]) -> str:
-    """What the fastest step of all ladders came to, of those whose answers are right."""
+    """What the fastest step of all ladders came to, of those whose answers are right and that a ladder kept."""
     ran = [(rung.speedup.estimate, rung, name) for name, rungs in steps.items() for rung in rungs
            if rung.speedup and math.isfinite(rung.speedup.estimate)]  # fmt: skip
-    right = [item for item in ran if item[1].status == "measured"]
+    right = [(ratio, rung, name) for ratio, rung, name in ran if rung.status == "measured"
+             and (rung.kept or rung.label.startswith("without "))]  # fmt: skip
     if not right:
         return "No step keeps the limit on the error" if ran else "No step ran"
     ratio, rung, name = max(right, key=lambda item: item[0])
     where = f" ({name})" if len(steps) > 1 else ""
-    return f"{rung.recipe}: {ratio:.2f}x as fast as given, the best of {len(steps[name])} steps{where}"
+    return f"{rung.recipe}: {ratio:.2f}x as fast as given, the best of {count_text(len(steps[name]), 'step')}{where}"
 
 
 def _section(place: int, table: studied.Table, analysis: Analysis) -> dict[str, Any]:

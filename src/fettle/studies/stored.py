@@ -14,6 +14,7 @@ from fettle.studies.sharing import labels, shares
 from fettle.studies.workloads import labelled
 from fettle.techniques import PYTHON, find, known_levels
 from fettle.tuning import recalled, studies_in
+from fettle.units import count_text
 
 
 def stored(settings: Settings) -> Done:
@@ -44,7 +45,8 @@ def stored(settings: Settings) -> Done:
         notes += shares(f"{study.name} on {names[machine.id]}", study.workers())
         going += study.claimed()
     count = sum(len(one.trials) for one in measured)
-    notes.insert(0, f"read from {hidden(url)}: {count} experiments" + (f", {going} being measured" if going else ""))
+    measuring = f", {going} being measured" if going else ""
+    notes.insert(0, f"read from {hidden(url)}: {count_text(count, 'experiment')}{measuring}")
     seconds = sum(float(study.note("seconds") or 0.0) for study, _ in studies)
     return Done(
         orders.design if orders is not None else "study", table_of(measured, orders.arguments if orders else {}), {},

@@ -45,7 +45,7 @@ from fettle.techniques._openvino_int8 import openvino_saturates
 from fettle.techniques._probe import machine_facts, probe_facts, unchanged
 from fettle.techniques._ranks import modules_by_size, repeated_blocks, shard, split_over
 from fettle.techniques._source import load, source
-from fettle.techniques._state_kept import put_modes_back, state_kept
+from fettle.techniques._state_kept import put_modes_back, state_kept, to_eval
 from fettle.techniques._tensor import split_bytes, tensor_plan
 from fettle.techniques.batch import LARGEST, enlarged
 from fettle.techniques.quantize import quantize_exported
@@ -63,5 +63,5 @@ __all__ = [
     "loads_cuda_libraries", "machine_facts", "modules_by_size", "needs_of", "only_saving", "openvino_core",
     "openvino_model", "openvino_precision", "openvino_saturates", "parts_lines", "parts_sentence", "preconditions",
     "probe_facts", "put_modes_back", "quantize_exported", "register", "repeated_blocks", "respelled", "run_by", "shard",
-    "source", "split_bytes", "split_over", "state_kept", "tally", "tensor_plan", "unchanged", "uses_ranks",
+    "source", "split_bytes", "split_over", "state_kept", "tally", "tensor_plan", "to_eval", "unchanged", "uses_ranks",
 ]  # fmt: skip

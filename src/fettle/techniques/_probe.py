@@ -27,7 +27,7 @@ from fettle.techniques._generation import generation_facts
 from fettle.techniques._host import cpu_flags
 from fettle.techniques._linear import is_conv1d
 from fettle.techniques._pipeline import looks_at
-from fettle.techniques._state_kept import buffers_of, is_same, put_modes_back, state_kept
+from fettle.techniques._state_kept import buffers_of, is_same, put_modes_back, state_kept, to_eval
 from fettle.techniques._tensor import tensor_plan
 from fettle.techniques._tiled_attention import with_decomposed_bias
 from fettle.techniques._transformers import has_window, hf_attention, is_transformers, quietly
@@ -195,17 +195,30 @@ _EXPORTED_SDPA = torch.ops.aten.scaled_dot_product_attention.default
 """What an exported program calls."""
 
 
-class _SeesSdpa(torch.overrides.TorchFunctionMode):
-    """Notes whether scaled_dot_product_attention is called while it is active, and how often between few tokens and
-    many."""
+_NOT_OPENVINO = ("fft_", "stft", "istft", "scatter_reduce")
+_NOT_ONNXRUNTIME = ("conv", "lstm", "gru", "group_norm", "erf")
+"""How the names of functions begin that OpenVINO 2026.4, and ONNX Runtime 1.31 in float64, have no kernel for."""
 
-    seen, uneven = False, 0
+
+class _SeesCalls(torch.overrides.TorchFunctionMode):
+    """Notes whether scaled_dot_product_attention is called while it is active, how often between few tokens and many,
+    and what other runtimes cannot compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.uneven = False, 0
+        self.cannot_run: dict[str, str] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.nn.functional.scaled_dot_product_attention, _EXPORTED_SDPA):
             self.seen = True
             tokens = sorted(item.shape[-2] for item in args[:2] if isinstance(item, torch.Tensor) and item.dim() == 4)
             self.uneven += len(tokens) == 2 and 8 * tokens[0] <= tokens[1]
+        name = getattr(func, "__name__", "").partition(".")[0].strip("_")
+        if name.startswith(_NOT_OPENVINO):
+            self.cannot_run["openvino"] = f"OpenVINO cannot compute the model's {name}"
+        if name.startswith(_NOT_ONNXRUNTIME) and getattr(args[:1] and args[0], "dtype", None) == torch.float64:
+            self.cannot_run["onnxruntime"] = f"ONNX Runtime has no {name} in float64 on a CPU"
         return func(*args, **(kwargs or {}))
 
 
@@ -214,7 +227,7 @@ def _forward_facts(workload: Workload) -> dict[str, Any]:
     module = workload.model if isinstance(workload.model, torch.nn.Module) else torch.nn.Module()
     training = _in_train_mode(workload)
     differs = any(_random_or_batch_dependent(child) for child in training)
-    watch, manual, changes, writes, adds, odd = _SeesSdpa(), 0, False, False, True, ""
+    watch, manual, changes, writes, adds, odd = _SeesCalls(), 0, False, False, True, ""
     alike: list[tuple[str, ...]] = []
     kinds: dict[str, None] = {}
     try:
@@ -258,22 +271,18 @@ def _forward_facts(workload: Workload) -> dict[str, Any]:
         "uses_sdpa": watch.seen, "uneven_sdpa": watch.uneven, "manual_attention": manual,
         "train_mode_differs": differs, "changes_buffers": changes, "changes_inputs": writes,
         "adds_to_inputs": writes and adds, "fed_alike": tuple(alike), "not_exported": odd,
-        "output_types": tuple(kinds),
+        "output_types": tuple(kinds), "cannot_run": watch.cannot_run,
     }  # fmt: skip
 
 
 def _in_train_mode(workload: Workload) -> list[torch.nn.Module]:
-    """The modules in train mode; none of an exported program, which has the one mode that it was exported in."""
+    """The modules in train mode; none of an exported program, whose mode cannot be changed."""
     module = workload.model
     if not isinstance(module, torch.nn.Module):
         return []
     training = [child for child in module.modules() if child.training]
-    try:
-        with unchanged(workload, module):
-            module.eval()
-    except NotImplementedError:
-        return []
-    return training
+    with unchanged(workload, module):
+        return training if to_eval(module) else []
 
 
 def _copy(batch: Any) -> Any:

@@ -37,6 +37,15 @@ def put_modes_back(modes: Sequence[tuple[torch.nn.Module, bool]]) -> None:
         child.training = training
 
 
+def to_eval(module: torch.nn.Module) -> bool:
+    """Switch a module to eval mode; False for what torch.export made, which has the one mode it was exported in."""
+    try:
+        module.eval()
+    except NotImplementedError:
+        return False
+    return True
+
+
 def state_kept(model: Any) -> Any:
     """A context that puts back what calls change in a model: buffers whose shape stays, attributes of its modules, and
     what those hold.

@@ -170,13 +170,14 @@ class Runtime(Technique):
         cpu = "" if facts.device == "cpu" else f"the work is on {facts.device}, and this level runs on the CPU"
         cuda = facts.not_nvidia if facts.device == "cuda" else "TensorRT needs a CUDA device"
         gpu = "" if facts.device == "cuda" else "it is for GPUs: on a CPU runtime=aoti compiles an exported model"
-        openvino = cannot or cpu or _missing(facts, "openvino")
+        openvino = cannot or cpu or _missing(facts, "openvino") or facts.cannot_run.get("openvino", "")
         stateful = text or cpu or _missing(facts, "openvino")
         bf16 = "" if facts.has_bf16 else "this CPU has no bfloat16 instructions"
         data = "" if facts.calibration_batches else "no batches to calibrate on: give at least two"
         onnx = facts.not_nvidia or (_missing(facts, "onnxruntime-gpu") if facts.device == "cuda" else cpu)
         onnx = onnx or ("" if "onnxruntime-gpu" in facts.packages else _missing(facts, "onnxruntime"))
         onnx = onnx or _missing(facts, "onnx") or _missing(facts, "onnxscript")
+        onnx = onnx or ("" if facts.device == "cuda" else facts.cannot_run.get("onnxruntime", ""))
         crashes = (
             "" if facts.device != "cuda" or loads_cuda_libraries() else "torch 2.11 crashes when it loads one for CUDA"
         )

@@ -36,6 +36,7 @@ from fettle.tuning._outcome import outcome
 from fettle.tuning.options import Keywords, Options, options_of
 from fettle.tuning.session import OnProgress, Session
 from fettle.tuning.space import space_for
+from fettle.units import count_text
 
 if TYPE_CHECKING:
     from fettle.report import Result
@@ -157,5 +158,5 @@ def guide_for(session: Session, rows: Sequence[Row], atlas: Path | str, machine:
         session.notes.append(f"The atlas {atlas} has no trial of such a workload ({predictor.about.mode} on "
                              f"{predictor.about.device}).")  # fmt: skip
         return None
-    session.note(f"atlas: {len(predictor)} trials of {predictor.models} models")
+    session.note(f"atlas: {count_text(len(predictor), 'trial')} of {count_text(predictor.models, 'model')}")
     return Guide(predictor, session.note)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+
+from fettle.files import plain
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,8 @@ class StepReport:
     slow: tuple[SlowStep, ...] = ()
 
     def to_json(self) -> str:
-        """All of it as JSON."""
-        return json.dumps(asdict(self), indent=1)
+        """All of it as JSON; what is infinite is null."""
+        return json.dumps(plain(self), indent=1)
 
     def __str__(self) -> str:
         if not self.steps:

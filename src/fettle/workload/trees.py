@@ -49,14 +49,15 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _held_tensors(held: Mapping[Any, Any], path: str) -> Iterator[tuple[str, Any]]:
-    """Tensors in a mapping and in mappings in it. Other objects are not entered: they may hold what holds them."""
+    """Tensors in a mapping, and in mappings and distributions in it. Other objects are not entered: they may hold what
+    holds them."""
     import torch
 
     for name, one in held.items():
         if isinstance(one, torch.Tensor):
             yield f"{path}.{name}", one
-        elif isinstance(one, Mapping):
-            yield from _held_tensors(one, f"{path}.{name}")
+        elif isinstance(one, (Mapping, torch.distributions.Distribution)):
+            yield from _held_tensors(one if isinstance(one, Mapping) else vars(one), f"{path}.{name}")
 
 
 def is_numbers(value: Any) -> bool:
@@ -167,7 +168,7 @@ def map_tensors(change: Any, tree: Any, kinds: Any = None) -> Any:
         elif not isinstance(tree, (type, torch.nn.Module)):
             found = False
 
-            def renewed(held: Any) -> Any:  # other objects in it are not entered: they may hold what holds them
+            def renewed(held: Any) -> Any:  # of other objects in it only distributions: others may hold what holds them
                 nonlocal found
                 copied = copy.copy(held)
                 for name, one in held.items():
@@ -175,6 +176,9 @@ def map_tensors(change: Any, tree: Any, kinds: Any = None) -> Any:
                         copied[name], found = change(one), True
                     elif isinstance(one, MutableMapping):
                         copied[name] = renewed(one)
+                    elif isinstance(one, torch.distributions.Distribution):
+                        copied[name] = copy.copy(one)
+                        vars(copied[name]).update(renewed(vars(one)))
                 return copied
 
             attributes = renewed(getattr(tree, "__dict__", {}))

@@ -39,8 +39,8 @@ def test_what_cannot_be_is_one_sentence_and_changes_nothing(managed):
     for query, said, status in (
         ("min_worker=0", "unregister", 400), ("min_worker=2&max_worker=1", "no less", 400),
         ("min_worker=-1", "number", 400), ("min_worker=a", "number", 400),
-        ("min_worker=9999", "9999 workers of net need 9999 cores, and there are", 409),
-        ("min_worker=9999&synchronous=true", "9999 workers of net need 9999 cores, and there are", 409),
+        ("min_worker=9999", "9,999 workers of net would need 9,999 cores, and there are", 409),
+        ("min_worker=9999&synchronous=true", "9,999 workers of net would need 9,999 cores, and there are", 409),
     ):  # fmt: skip
         found, answer, _ = manage(managed, f"/models/net?{query}", b"", "PUT")
         assert (found, said in json.dumps(answer)) == (status, True), answer

@@ -26,7 +26,7 @@ def print_settings(data: dict[str, Any], console: Console) -> None:
             more.append(f"  serving adds {branch['request_ms']:.2g} ms a request and {branch['batch_ms']:.2g} ms a "
                         f"batch{held if branch['held_ms'] else ''}: measured with {branch['branch']}")  # fmt: skip
     if data["best"] is not None:
-        share = data["head_room"] or HEADROOM
+        share = data["headroom"] or HEADROOM
         room = (1 - share) * data["points"][data["best"]]["measured"]
         more.append(f"with {share:.0%} headroom: up to {rate_text(room)} requests/s")
     _print(data, words, slo_table(data, 12), more, console)

@@ -12,6 +12,7 @@ from rich.console import Console
 from fettle.cli import _options, _show
 from fettle.errors import UsageError, needing
 from fettle.files import check_writable, plain, read_bytes, read_text, write_text
+from fettle.units import count_text
 
 if TYPE_CHECKING:
     from ssl import SSLContext
@@ -228,7 +229,7 @@ def _cells(run: Run) -> dict[str, str]:
     """A run's figures by their names; empty where it has none."""
     ends = run.interval(99)
     p99 = _ms(run.percentile(99)) + (f" [{_ms(ends[0])}, {_ms(ends[1])}]" if ends else "")
-    load = f"{run.concurrency} client{'s' if run.concurrency > 1 else ''}"
+    load = count_text(run.concurrency, "client")
     notes = [
         run.void,
         "" if run.stable else "the backlog only grew: more than the server can do",

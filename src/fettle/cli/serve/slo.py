@@ -22,6 +22,7 @@ from fettle.cli.serve._slo_packages import check_settings, is_package, variants_
 from fettle.errors import UsageError, first_line, needing
 from fettle.files import check_writable, write_text
 from fettle.kept_files import whole_folder
+from fettle.units import count_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -351,4 +352,5 @@ def _machine() -> str:
     from fettle.machine import cpu_name
     from fettle.package.host import cores
 
-    return f"{cpu_name()}, {cores()} cores, torch {metadata.version('torch')}, Python {platform.python_version()}"
+    here = f"{cpu_name()}, {count_text(cores(), 'core')}"
+    return f"{here}, torch {metadata.version('torch')}, Python {platform.python_version()}"

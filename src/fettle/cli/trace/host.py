@@ -12,6 +12,7 @@ from fettle.trace.analyses.attribution import work_by
 from fettle.trace.analyses.operators import call_blocks, counter_sums
 from fettle.trace.frames import joined
 from fettle.trace.model import Trace
+from fettle.units import count_text
 
 
 @question
@@ -72,7 +73,8 @@ def sequences(
     """
     table = joined(traces, lambda t: T.kernel_sequences(t, operator, min_kernels=min_kernels, top=rows))
     named = table.with_columns(sequence=pl.format("{} x {}: {}", "count", "operator", "kernels"))
-    notes = {} if table.height or as_json else {"none": f"no operator launched {min_kernels} kernels: --min-kernels 1"}
+    none = f"no operator launched {count_text(min_kernels, 'kernel')}: --min-kernels 1"
+    notes = {} if table.height or as_json else {"none": none}
     return Answer({"sequences": table}, notes, lambda charts: charts.bar_chart(named, "sequence", "device_ns"))
 
 

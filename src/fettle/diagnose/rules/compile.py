@@ -5,6 +5,7 @@ from __future__ import annotations
 from fettle.diagnose.evidence import Evidence
 from fettle.diagnose.finding import Finding
 from fettle.diagnose.rules._rule import cause, rule, short, unfused
+from fettle.units import count_text
 
 
 @rule("inference", "training")
@@ -17,7 +18,7 @@ def graph_breaks(call: Evidence) -> Finding | None:
     lines += [f"not compiled: {error}" for error in health.errors[:3]]
     where = list(dict.fromkeys(f"{short(b.file)}:{b.line}" for b in health.breaks))
     places = len(where)
-    says = f"torch.compile breaks the model into pieces at {places} place{'s' if places > 1 else ''}."
+    says = f"torch.compile breaks the model into pieces at {count_text(places, 'place')}."
     return cause(
         says if places else "torch.compile cannot compile the model.",
         bound=unfused(call),
@@ -40,7 +41,7 @@ def recompiles(call: Evidence) -> Finding | None:
         return None
     count = sum(item.count for item in health.recompiles)
     lines = [f"{r.function} at {short(r.file)}:{r.line}: {r.guard}" for r in health.recompiles[:6]]
-    says = f"torch.compile compiles {count} more time{'s' if count > 1 else ''} for these batches."
+    says = f"torch.compile compiles {count_text(count, 'more time')} for these batches."
     if health.limits:
         says = "torch.compile reached its recompile limit: from then on it silently runs eagerly."
         lines = [f"{hit.function} at {short(hit.file)}:{hit.line}, limit {hit.limit}" for hit in health.limits] + lines
@@ -86,7 +87,7 @@ def compile_cache(call: Evidence) -> Finding | None:
         return None
     says = "Compiled code is kept in a temporary folder: a container or a reboot compiles again."
     if cache.bypasses:
-        says = f"The compile cache cannot keep {cache.bypasses} graph{'s' if cache.bypasses > 1 else ''}."
+        says = f"The compile cache cannot keep {count_text(cache.bypasses, 'graph')}."
     return cause(
         says,
         startup_s=0.0 if cache.hits else call.compile.compile_s,  # found in the cache, it took next to no time

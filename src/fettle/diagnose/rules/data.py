@@ -5,6 +5,7 @@ from __future__ import annotations
 from fettle.diagnose.evidence import Evidence
 from fettle.diagnose.finding import Finding
 from fettle.diagnose.rules._rule import LEAST, cause, rule
+from fettle.units import count_text
 
 
 @rule("inference", "training")
@@ -36,7 +37,7 @@ def small_batch(call: Evidence) -> Finding | None:
     if not 0 < rows <= 4 or batches < 16:
         return None
     return cause(
-        f"The loader hands out {rows} row{'s' if rows > 1 else ''} at a time, {batches} times a call.",
+        f"The loader hands out {count_text(rows, 'row')} at a time, {batches} times a call.",
         bound=(1 - call.share(call.ideal_s())) * (1 - 1 / batches),
         where=("the DataLoader",),
         evidence=(f"{call.wall_s / batches * 1e3:.3g} ms for each batch",),

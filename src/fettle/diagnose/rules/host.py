@@ -16,6 +16,7 @@ from fettle.diagnose.rules._rule import (
     short,
     taken,
 )
+from fettle.units import count_text
 
 
 @rule("inference")
@@ -180,7 +181,7 @@ def built_in_call(call: Evidence) -> Finding | None:
     # What constructors take is not known, and new weights are in no cache: only the loader and the products at their
     # peak are sure to be left of the call.
     return cause(
-        f"Modules are built on every call: {count} parameter{'s' if count > 1 else ''}.",
+        f"Modules are built on every call: {count_text(count, 'parameter')}.",
         bound=1 - call.share(call.ideal_s() + call.loading.seconds),
         where=tuple(line for line in places if line),
         evidence=tuple(f"{line or 'no line known'}: parameters made there: {call.built[line]}" for line in places),

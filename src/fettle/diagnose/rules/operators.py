@@ -9,6 +9,7 @@ import torch
 from fettle.diagnose.evidence import CAST, INDEX, LAYOUT, POINTWISE, Evidence
 from fettle.diagnose.finding import Finding
 from fettle.diagnose.rules._rule import about_operators, in_bf16, named, rule, taken
+from fettle.units import count_text
 
 
 @rule("inference", "training")
@@ -153,7 +154,7 @@ def recomputation(call: Evidence) -> Finding | None:
     calls = max((op.calls for op in ops), default=0)
     return about_operators(
         call,
-        f"Layers compute a growing sequence from its beginning each time, {calls} times a call.",
+        f"Layers compute a growing sequence from its beginning each time, {count_text(calls, 'time')} a call.",
         ops,
         "keep what was computed: a key-value cache (use_cache=True), or append to the last result",
         seconds=spent + share * call.seconds(POINTWISE),

@@ -211,7 +211,7 @@ def trace_findings(trace: Trace) -> tuple[list[Finding], dict[str, float]]:
                 says=f"{says.removesuffix('.')} ({lost:.0%} of the wall time).",
                 bound=min(0.999, (lost + besides) / max(left, busy + lost + besides)),
                 evidence=(
-                    f"{lost:.1%} of the wall time of {count} step{'s' if count > 1 else ''}",
+                    f"{lost:.1%} of the wall time of {count_text(count, 'step')}",
                     *lines,
                     *([f"meanwhile: {meanwhile}"] if meanwhile else []),
                     *([f"{1 - left:.0%} of it do not count in the bound: {aside}"] if left < _MOSTLY else []),

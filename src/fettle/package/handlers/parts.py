@@ -14,6 +14,7 @@ from msgspec import Meta
 from fettle.errors import UsageError, first_line
 from fettle.files import read_text
 from fettle.package.tensors import TensorSpec
+from fettle.units import count_text
 
 Array = np.ndarray[Any, Any]
 Scores = Literal["softmax", "sigmoid", "none"]
@@ -76,7 +77,7 @@ class ItemHandler:
     def check_rows(self, rows: int) -> None:
         """Raise `UsageError` where one request asks for more than a call can hold."""
         if rows > self.max_rows:
-            raise UsageError(f"a request may have at most {self.max_rows} rows, not {rows}")
+            raise UsageError(f"a request may have at most {count_text(self.max_rows, 'row')}, not {rows}")
 
 
 def read_labels(folder: Path) -> list[str]:

@@ -23,6 +23,7 @@ from fettle.serve.engine.pool import Pool
 from fettle.serve.engine.refusal import NO_MODEL, Refusal
 from fettle.serve.engine.state_file import Remembered, StateFile
 from fettle.serve.engine.worker_start import Spawned, cores_for
+from fettle.units import count_text
 
 log = logging.getLogger("fettle.serve")
 DRAIN_S = 30.0
@@ -153,7 +154,8 @@ class Registry:
         free = [core for core in dict.fromkeys([*sorted(pool.cores), *usable]) if core not in taken]
         need, there = workers * (pool.settings.threads or 1), len(free) if usable else cores()
         if workers > pool.settings.workers and need > there:
-            raise Refusal(409, f"{workers} workers of {name} need {need} cores, and there are {there} for it")
+            wanted = f"{count_text(workers, 'worker')} of {name} would need {count_text(need, 'core')}"
+            raise Refusal(409, f"{wanted}, and there are {there} for it")
         settings = _with(pool.settings, {"workers": workers})
         return settings, cores_for(workers, settings.threads, free, ())
 
@@ -295,7 +297,8 @@ class Registry:
             wanted["devices"] = self.options.device.split(",")
         settings = _with(package.settings, wanted)
         if settings.max_rows > package.manifest.max_rows:
-            raise Refusal(400, f"{package.manifest.name} takes at most {package.manifest.max_rows} rows a batch")
+            most = count_text(package.manifest.max_rows, "row")
+            raise Refusal(400, f"{package.manifest.name} takes at most {most} a batch")
         return settings
 
     def _taken(self, apart: Pool | None) -> set[int]:
@@ -349,7 +352,8 @@ def _with_batching(settings: ServeSettings, wanted: Any) -> ServeSettings:
     changed = _with(settings, wanted)
     # Only batch sizes that were warmed: a larger one would compile while clients wait.
     if changed.max_rows > settings.max_rows:
-        raise Refusal(400, f"the model was warmed up for {settings.max_rows} rows at most: load it again for more")
+        most = count_text(settings.max_rows, "row")
+        raise Refusal(400, f"the model was warmed up for {most} at most: load it again for more")
     return changed
 
 

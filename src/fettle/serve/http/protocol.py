@@ -19,6 +19,7 @@ import numpy as np
 from fettle.package.tensors import TensorSpec
 from fettle.serve.engine.refusal import Malformed
 from fettle.serve.http.aside import LARGE
+from fettle.units import count_text
 
 Array = np.ndarray[Any, Any]
 MAX_DIMS = 16
@@ -169,7 +170,7 @@ def _shape(tensor: _Input, spec: TensorSpec, max_rows: int) -> tuple[int, ...]:
     if len(shape) > MAX_DIMS or not spec.fits(shape) or (shape and min(shape) < 1):
         raise Malformed(f"the input {spec.name} has shape {list(spec.shape)}, not {list(shape)[:MAX_DIMS]}")
     if spec.batched and shape[0] > max_rows:
-        raise Malformed(f"a request may have at most {max_rows} rows, not {shape[0]}")
+        raise Malformed(f"a request may have at most {count_text(max_rows, 'row')}, not {shape[0]}")
     return shape
 
 
@@ -246,7 +247,7 @@ def _wanted(asked: Sequence[_Output] | None, binary: bool, outputs: Sequence[Ten
         return [(index, binary) for index in range(len(outputs))]
     places = {spec.name: index for index, spec in enumerate(outputs)}
     if len(asked) > len(places):
-        raise Malformed(f"the model has {len(places)} outputs, and {len(asked)} are asked for")
+        raise Malformed(f"the model has {count_text(len(places), 'output')}, and {len(asked)} are asked for")
     wanted = []
     for output in asked:
         if output.name not in places:
