@@ -75,7 +75,7 @@ def compiled(call: Any, options: Any, guarded: bool) -> Any:
         return torch.compile(call, fullgraph=True, dynamic=False, **options)
     if guarded:
         return torch.compile(call, fullgraph=True, backend=backend)
-    none = {"guard_filter_fn": lambda guards: [False] * len(guards)}
+    none: Any = {"guard_filter_fn": lambda guards: [False] * len(guards)}
     whole = torch.compile(call, fullgraph=True, dynamic=False, backend=backend, options=none)
     places: list[Any] = []  # of the arguments' tensors among those of the graph
 
