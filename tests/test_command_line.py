@@ -117,8 +117,9 @@ import torch
 def workload(seed=0):
     warnings.warn("a warning of a library")
     logging.getLogger("library").error("a log of a library")
-    os.write(2, b"what C++ code prints\\n")
+    os.write(2, b"what C++ code prints\\n"), os.write(1, b"what a program prints\\n")
     print("a print"), print("another", file=sys.stderr)
+    assert sys.argv[1:] == [] and sys.stdin.read() == ""  # no arguments of fettle's, and nobody to ask
     return {"model": torch.nn.Linear(4, 2), "optimizer": torch.optim.SGD, "data": [torch.ones(3, 4)],
             "loss": lambda model, batch: model(batch).mean()}
 
@@ -143,7 +144,7 @@ def step():
 def test_what_libraries_print_does_not_reach_the_terminal(tmp_path: Path, arguments: list[str]) -> None:
     (tmp_path / "loud.py").write_text(LOUD)
     command = [sys.executable, "-c", "from fettle.cli import main; main()", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(command, input="typed", capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)
 
