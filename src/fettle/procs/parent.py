@@ -69,9 +69,9 @@ def failure_of(error: BaseException) -> Failure:
 class Parent:
     """The process that asks this one: it sends requests and gets one reply to each.
 
-    Without a link it is the process that started us as a `fettle.procs.child.Child`, with one argument, which the user's
-    code does not find. Of several nodes the first is 0.
-    `imported_s` is what our imports took, where we are a fork of a process that had made them.
+    Without a link it is the process that started us as a `fettle.procs.child.Child`, with an argument that the user's
+    code does not find. Of several nodes the first is 0. `imported_s` is what our imports took, where we are a fork of a
+    process that had made them.
     """
 
     def __init__(self, link: Connection | None = None, node: int = 0, imported_s: float = 0.0) -> None:
