@@ -476,6 +476,8 @@ def test_a_folder_that_another_package_was_unpacked_to_is_not_taken_for_this_one
     path.unlink()
     with pytest.raises(UsageError, match=r"odd exists already: give another `output`"):  # and not after the work
         write_package(odd(), Recipe(), path, name="odd", version="2", on_progress=pytest.fail)
+    with pytest.raises(UsageError, match=r"cannot write .*: Not a directory"):
+        write_package(odd(), Recipe(), tmp_path / "odd" / "serve.toml" / "in", name="odd", on_progress=pytest.fail)
 
 
 def test_of_two_that_unpack_a_package_at_once_both_have_it(tmp_path, monkeypatch):
