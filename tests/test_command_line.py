@@ -157,6 +157,13 @@ def test_a_server_shows_no_library_before_it_serves(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, said) == (2, "", ["packaged as loud-served-1", "fettle"])
 
 
+def test_a_folder_that_is_gone_is_one_line(tmp_path: Path) -> None:
+    code = f"import os; os.chdir({str(tmp_path)!r}); os.rmdir({str(tmp_path)!r}); from fettle.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, "bench", "model.py"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "the current folder cannot be used (No such file or directory)" in done.stderr
+
+
 def test_a_bug_still_shows_its_traceback(tmp_path: Path) -> None:
     code = "import fettle.cli\ndef bug(*given): raise ZeroDivisionError\nfettle.cli.build = bug\nfettle.cli.main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)

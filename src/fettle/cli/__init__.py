@@ -142,6 +142,10 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an arrow or a bar may not be in the terminal's encoding
     try:
+        os.getcwd()
+    except OSError as error:  # where it was deleted, MKL ends the process, and says so where nobody hears it
+        _fail(f"the current folder cannot be used ({error.strerror}): change to another")
+    try:
         with _quiet.libraries_quiet(), _ended_in_order():
             status = build()(standalone_mode=False)
         if status == _INTERRUPTED:  # also what the parser makes of Ctrl-C
