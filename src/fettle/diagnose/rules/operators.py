@@ -61,7 +61,7 @@ def not_fused(call: Evidence) -> Finding | None:
         call,
         "Element-wise operators run one by one, each reading and writing all its values.",
         ops,
-        "let torch.compile fuse them into their neighbours",
+        "torch.compile fuses them into their neighbours",
         seconds=taken(ops) + 0.5 * call.host_s,
         levels={"compile": "default", "grad": "inference_mode"},
         formula="(time of element-wise operators, and half of the host's own work) / call",
