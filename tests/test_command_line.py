@@ -157,6 +157,11 @@ def test_a_server_shows_no_library_before_it_serves(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, said) == (2, "", ["packaged as loud-served-1", "fettle"])
 
 
+def test_a_terminal_of_no_width_has_help(run_fettle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1")
+    assert run_fettle("bench", "--help").code == 0
+
+
 def test_a_folder_that_is_gone_is_one_line(tmp_path: Path) -> None:
     code = f"import os; os.chdir({str(tmp_path)!r}); os.rmdir({str(tmp_path)!r}); from fettle.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", code, "bench", "model.py"], capture_output=True, text=True)

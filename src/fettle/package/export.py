@@ -95,9 +95,12 @@ def write_package(
         served = served.without("precision", "matmul")
     _check_levels(served, evidence)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        dir=path.parent, prefix=f".{path.name}.", ignore_cleanup_errors=True
-    ) as made:  # on NFS what is still mapped cannot be deleted
+    from safetensors import SafetensorError  # what a full disk is there
+
+    with (
+        refusing(f"cannot write {path}:", SafetensorError),
+        tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.", ignore_cleanup_errors=True) as made,
+    ):  # on NFS what is still mapped cannot be deleted
         scratch = Path(made) / "package"
         scratch.mkdir()
         on_progress("exporting the model")
