@@ -117,8 +117,9 @@ import torch
 def workload(seed=0):
     warnings.warn("a warning of a library")
     logging.getLogger("library").error("a log of a library")
-    os.write(2, b"what C++ code prints\\n")
+    os.write(2, b"what C++ code prints\\n"), os.write(1, b"what a program prints\\n")
     print("a print"), print("another", file=sys.stderr)
+    assert sys.argv[1:] == [] and sys.stdin.read() == ""  # no arguments of fettle's, and nobody to ask
     return {"model": torch.nn.Linear(4, 2), "optimizer": torch.optim.SGD, "data": [torch.ones(3, 4)],
             "loss": lambda model, batch: model(batch).mean()}
 
@@ -143,7 +144,7 @@ def step():
 def test_what_libraries_print_does_not_reach_the_terminal(tmp_path: Path, arguments: list[str]) -> None:
     (tmp_path / "loud.py").write_text(LOUD)
     command = [sys.executable, "-c", "from fettle.cli import main; main()", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(command, input="typed", capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)
 
@@ -154,6 +155,18 @@ def test_a_server_shows_no_library_before_it_serves(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     said = [line.partition(":")[0] for line in done.stderr.splitlines()]
     assert (done.returncode, done.stdout, said) == (2, "", ["packaged as loud-served-1", "fettle"])
+
+
+def test_a_terminal_of_no_width_has_help(run_fettle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1")
+    assert run_fettle("bench", "--help").code == 0
+
+
+def test_a_folder_that_is_gone_is_one_line(tmp_path: Path) -> None:
+    code = f"import os; os.chdir({str(tmp_path)!r}); os.rmdir({str(tmp_path)!r}); from fettle.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, "bench", "model.py"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "the current folder cannot be used (No such file or directory)" in done.stderr
 
 
 def test_a_bug_still_shows_its_traceback(tmp_path: Path) -> None:

@@ -32,6 +32,15 @@ def test_a_file_is_written_whole_and_its_folder_made(tmp_path: Path) -> None:
     assert [item.name for item in path.parent.iterdir()] == [path.name]
 
 
+def test_a_file_is_for_those_whom_the_umask_lets_read_it(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        write_text(tmp_path / "own", "")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "own").stat().st_mode) == 0o600
+
+
 def test_a_block_that_raises_leaves_what_was_there(tmp_path: Path) -> None:
     path = tmp_path / "kept"
     write_bytes(path, b"before")

@@ -7,6 +7,7 @@ import hashlib
 import math
 import os
 import re
+import secrets
 import shlex
 import tempfile
 import tomllib
@@ -84,14 +85,13 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
             yield target
             return
         target.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.stem[:100]}.", suffix=target.suffix)
-        os.close(handle)
+        partial = target.with_name(f".{target.stem[:100]}.{secrets.token_hex(4)}{target.suffix}")
+        partial.touch(exist_ok=False)
         try:
-            yield Path(name)
-            os.chmod(name, 0o644)
-            os.replace(name, target)
+            yield partial
+            os.replace(partial, target)
         except BaseException:  # a full disk must not fill up further with halves
-            Path(name).unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
             raise
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -446,3 +447,4 @@ def test_a_finding_that_the_verdict_has_told_is_not_told_again() -> None:
     finding = Finding(rule="precision", says="It runs in float32.", advice="run it in bfloat16")
     assert _line(finding, "It runs in float32. Mending it could save much.") == "Run it in bfloat16"
     assert _line(finding, "Nothing stands out.") == "It runs in float32. Run it in bfloat16"
+    assert _line(replace(finding, advice="fused=True"), "Nothing stands out.").endswith(" fused=True")

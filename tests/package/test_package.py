@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from fettle.errors import UsageError
 from fettle.package import manifest, model_runner
@@ -495,6 +496,18 @@ def test_a_folder_that_another_package_was_unpacked_to_is_not_taken_for_this_one
     path.unlink()
     with pytest.raises(UsageError, match=r"odd exists already: give another `output`"):  # and not after the work
         write_package(odd(), Recipe(), path, name="odd", version="2", on_progress=pytest.fail)
+    with pytest.raises(UsageError, match=r"cannot write .*: Not a directory"):
+        write_package(odd(), Recipe(), tmp_path / "odd" / "serve.toml" / "in", name="odd", on_progress=pytest.fail)
+
+
+def test_a_disk_that_is_full_is_one_line(tmp_path, monkeypatch):
+    def full(tensors, path):
+        raise SafetensorError("No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(UsageError, match=r"cannot write .*odd: SafetensorError: No space left"):
+        write_package(odd(), Recipe(), tmp_path / "odd", name="odd")
+    assert not list(tmp_path.iterdir())
 
 
 def test_of_two_that_unpack_a_package_at_once_both_have_it(tmp_path, monkeypatch):

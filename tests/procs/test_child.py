@@ -119,6 +119,19 @@ def test_it_answers_in_types_and_goes_on_after_an_error(child):
     assert child.call(Do("that"), tuple[str, int], 60) == ("that", 0)
 
 
+def test_a_program_whose_standard_streams_are_closed_has_children(variables):
+    code = """
+import os
+os.closerange(0, 3)
+from fettle.procs.child import Child, Request
+class Do(Request):
+    what: str
+with Child("answering") as child:
+    os._exit(child.call(Do("this"), tuple[str, int], 60) != ("this", 0))
+"""
+    assert subprocess.run([sys.executable, "-c", code], env={**os.environ, **variables}).returncode == 0
+
+
 @pytest.mark.parametrize("text", ["CUDA out of memory. Tried to allocate", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED"])
 def test_a_device_that_is_full_is_a_failure_of_memory(text):
     assert failure_of(RuntimeError(text)).kind == "memory"

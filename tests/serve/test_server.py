@@ -28,7 +28,7 @@ from fettle.package.settings import ServeSettings
 from fettle.serve.engine.registry import Options
 from fettle.serve.http import Limits, protocol
 from fettle.serve.http.aside import LARGE
-from fettle.serve.server import Address, token_from
+from fettle.serve.server import Address, clients_token, token_from
 from tests.serving import net, running, until
 
 TOKEN = "t" * 43
@@ -494,7 +494,9 @@ def test_a_token_is_asked_of_every_request(store):
 def test_token_files(tmp_path, monkeypatch):
     monkeypatch.delenv("FETTLE_TOKEN", raising=False)
     token = token_from(tmp_path / "token")
-    assert len(token) >= 22
+    assert (clients_token(tmp_path / "token"), clients_token(None), len(token) >= 22) == (token, "", True)
+    monkeypatch.setenv("FETTLE_TOKEN", "theirs")  # that of the management port stays its own
+    assert (clients_token(None), clients_token(tmp_path / "token")) == ("theirs", "theirs")
     assert (tmp_path / "token").stat().st_mode & 0o077 == 0
     assert token_from(tmp_path / "token") == token
     (tmp_path / "token").chmod(0o644)

@@ -7,6 +7,7 @@ raises `UsageError` for what the caller can fix (one line, exit code 2) and `typ
 from __future__ import annotations
 
 import errno
+import io
 import os
 import platform
 import signal
@@ -138,6 +139,12 @@ def _ended_in_order() -> Iterator[None]:
 
 def main() -> None:
     """Run the command line: exit 0 done, 1 limits not met or comparison failed, 2 bad usage, 130 interrupted."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an arrow or a bar may not be in the terminal's encoding
+    try:
+        os.getcwd()
+    except OSError as error:  # where it was deleted, MKL ends the process, and says so where nobody hears it
+        _fail(f"the current folder cannot be used ({error.strerror}): change to another")
     try:
         with _quiet.libraries_quiet(), _ended_in_order():
             status = build()(standalone_mode=False)

@@ -35,7 +35,7 @@ def _reflowed(command: Any) -> Any:
 
 def _folded(example: re.Match[str]) -> str:
     """An example that is too long for the terminal as a shell takes it on several lines."""
-    width = shutil.get_terminal_size().columns - 4  # the margins of the help, and the backslash
+    width = max(1, shutil.get_terminal_size().columns - 4)  # the margins of the help, and the backslash
     lines = textwrap.wrap(example[0], width, subsequent_indent="      ", break_long_words=False, break_on_hyphens=False)
     return " \\\n".join(lines)
 

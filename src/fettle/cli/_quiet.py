@@ -56,8 +56,20 @@ def _fall_silent() -> None:
 
 @contextmanager
 def users_code_quiet() -> Iterator[None]:
-    """For a factory that runs in this process: what it prints is not what the command answers."""
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    """For a factory that runs in this process: what it prints, and what programs print that it starts, is not what the
+    command answers; nobody knows what to type where it asks, and the arguments are not its own."""
+    arguments = sys.argv[1:]
+    with ExitStack() as undo, open(os.devnull, "r+b") as nowhere:
+        undo.callback(sys.argv.extend, arguments)
+        del sys.argv[1:]
+        undo.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        undo.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        for descriptor in (0, 1):
+            with contextlib.suppress(OSError):  # closed
+                before = os.dup(descriptor)
+                undo.callback(os.close, before)
+                undo.callback(os.dup2, before, descriptor)
+                os.dup2(nowhere.fileno(), descriptor)
         yield
 
 

@@ -26,7 +26,7 @@ import torch
 
 from fettle.errors import UsageError, first_line, refusing
 from fettle.package.archive import bounded, unzip
-from fettle.package.export import check_installed, write_package
+from fettle.package.export import check_free, check_installed, write_package
 from fettle.package.handlers import READY
 from fettle.package.handlers.parts import LABELS, labels_file
 from fettle.package.manifest import Package, check_name
@@ -72,7 +72,7 @@ class Mar(_Model, kw_only=True):
 def read_mar(path: Path) -> Mar:
     """Read the manifest of an archive, and nothing else. Raises `UsageError`."""
     if not path.is_file():
-        raise UsageError(f"no such file: {path}")
+        raise UsageError(f"{'not a file' if path.exists() else 'no such file'}: {path}")
     try:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -114,8 +114,7 @@ def import_mar(
     ``FP32[-1,3,224,224]``. Raises `UsageError`; then nothing is written.
     """
     check_installed()
-    if path.exists():
-        raise UsageError(f"{path} exists already: give another `output`")
+    check_free(path)
     if not mar.weights and workload is None and not mar.code:
         raise UsageError(f"{mar.path} holds neither weights nor a model's class: there is nothing to convert")
     if workload is None and trust != mar.digest:

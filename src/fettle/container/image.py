@@ -201,6 +201,7 @@ def compose(image: Image) -> str:
     read_only: true
     tmpfs: [/tmp]
     shm_size: 1gb
+    stop_grace_period: 60s
     cap_drop: [ALL]
     security_opt: ['no-new-privileges:true']
 volumes:
@@ -236,11 +237,17 @@ kind: Deployment
 metadata: {{name: "{image.name}"}}
 spec:
   replicas: 1
+  strategy: {{type: Recreate}}  # the volume is of one node at a time
   selector: {{matchLabels: {{app: "{image.name}"}}}}
   template:
     metadata: {{labels: {{app: "{image.name}"}}}}
     spec:
-      securityContext: {{runAsNonRoot: true, runAsUser: {_USER}, fsGroup: {_USER}}}
+      terminationGracePeriodSeconds: 60
+      securityContext:
+        runAsNonRoot: true
+        runAsUser: {_USER}
+        fsGroup: {_USER}
+        seccompProfile: {{type: RuntimeDefault}}
       containers:
         - name: "{image.name}"
           image: "{image.name}"

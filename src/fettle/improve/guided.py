@@ -6,6 +6,7 @@ measure -> diagnose -> input pipeline -> tune -> verify -> package
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -244,7 +245,8 @@ def _diagnose(run: _Run, results: Mapping[str, Any]) -> Step:
 
 def _line(finding: Finding, verdict: str) -> str:
     """What to do about a finding, after what it says unless the verdict does already."""
-    advice = f"{finding.advice[:1].upper()}{finding.advice[1:]}"
+    is_code = re.match(r"\w+[.=(]", finding.advice)  # torch.compile, fused=True
+    advice = finding.advice if is_code else f"{finding.advice[:1].upper()}{finding.advice[1:]}"
     if verdict.startswith(finding.says):
         return advice
     return f"{finding.says} {advice}{f' (could save {finding.most})' if finding.most else ''}"

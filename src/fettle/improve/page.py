@@ -26,8 +26,8 @@ def page(headline: str, target: str, steps: Sequence[Step]) -> str:
 def table(steps: Sequence[Step]) -> Table:
     """A row a step."""
     rows = [
-        (TITLES[step.name], step.status, gain_text(step), seconds_text(step.seconds) if step.seconds else "",
-         step.passes_on)
+        (TITLES[step.name], step.status, gain_text(step),
+         "" if step.status == "skipped" else seconds_text(step.seconds), step.passes_on)
         for step in steps
     ]  # fmt: skip
     kinds = ["failed" if step.status == "failed" else "" for step in steps]

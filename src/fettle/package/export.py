@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from fettle.errors import UsageError, extra, first_line, refusing
-from fettle.files import whole
+from fettle.files import check_writable, whole
 from fettle.machine import this_machine
 from fettle.measure._accuracy import compare
 from fettle.package import handlers
@@ -85,7 +85,7 @@ def write_package(
     Raises `UsageError` where the model cannot be exported, or the recipe cannot be applied to the exported model.
     """
     check_installed()
-    _check_free(path)
+    check_free(path)
     check_name(name, version)
     _check_model(workload)
     settings = settings or ServeSettings()
@@ -95,9 +95,12 @@ def write_package(
         served = served.without("precision", "matmul")
     _check_levels(served, evidence)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        dir=path.parent, prefix=f".{path.name}.", ignore_cleanup_errors=True
-    ) as made:  # on NFS what is still mapped cannot be deleted
+    from safetensors import SafetensorError  # what a full disk is there
+
+    with (
+        refusing(f"cannot write {path}:", SafetensorError),
+        tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.", ignore_cleanup_errors=True) as made,
+    ):  # on NFS what is still mapped cannot be deleted
         scratch = Path(made) / "package"
         scratch.mkdir()
         on_progress("exporting the model")
@@ -136,10 +139,12 @@ def write_package(
     return package
 
 
-def _check_free(path: Path) -> None:
+def check_free(path: Path) -> None:
+    """Raise `UsageError` where a package cannot be written: before the work that would be lost."""
     unpacked = path.with_suffix("") if path.suffix == ".zip" else path
     if there := next((place for place in (path, unpacked) if place.exists()), None):
         raise UsageError(f"{there} exists already: give another `output` or another `version`")
+    check_writable(path)
 
 
 def _check_model(workload: Workload) -> None:

@@ -116,7 +116,7 @@ class Flat(torch.nn.Module):
                 pairs.append((few[common], one[common]))
             if any(found.shape != right.shape or _differ(found, right, rounded) for found, right in pairs):
                 raise UsageError(
-                    f"the model's output {path.lstrip('.')} mixes rows: what it says of one depends on the others in "
+                    f"the model's output {path.lstrip('.')!r} mixes rows: what it says of one depends on the others in "
                     f"the call, which may be other clients'. Put the batch first in every input. {TOGETHER}"
                 )
 

@@ -18,7 +18,7 @@ import msgspec
 
 from fettle.errors import UsageError
 from fettle.procs.limits import granted_memory_bytes, total_memory_bytes
-from fettle.procs.process import Fork, Process, how_it_ended
+from fettle.procs.process import Fork, Process, how_it_ended, open_standard_streams
 
 if TYPE_CHECKING:
     from fettle.procs.forks import ForkServer
@@ -96,6 +96,7 @@ class Child(Process):
             raise UsageError(f"{file} calls fettle when it is imported: put the call under if __name__ == '__main__':")
         environment = environment_of(variables or {})
         can_fork = forks is not None and not python and forks.serves(environment)
+        open_standard_streams()
         self.link, theirs = Pipe()
 
         def fork(log: int) -> Fork | None:

@@ -207,7 +207,7 @@ def be_a_rank() -> None:
             os.environ[name] = devices[local % len(devices)]
     be_a_worker()
     rendezvous = from_environment()
-    del os.environ[VARIABLE]  # the user's code need not know the secret
+    del os.environ[VARIABLE], sys.argv[1:]  # the user's code need not know the secret, and takes arguments for its own
     module: Any = importlib.import_module(rendezvous.module)
     link = Client((rendezvous.host, rendezvous.port), authkey=bytes.fromhex(rendezvous.secret))
     link.send_bytes(str(rank).encode())
@@ -215,4 +215,4 @@ def be_a_rank() -> None:
 
 
 if __name__ == "__main__":
-    be_a_rank() if sys.argv[1] == "rank" else supervise()
+    be_a_rank() if sys.argv[1:] == ["rank"] else supervise()

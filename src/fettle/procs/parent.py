@@ -69,12 +69,13 @@ def failure_of(error: BaseException) -> Failure:
 class Parent:
     """The process that asks this one: it sends requests and gets one reply to each.
 
-    Without a link it is the process that started us as a `fettle.procs.child.Child`. Of several nodes the first is 0.
-    `imported_s` is what our imports took, where we are a fork of a process that had made them.
+    Without a link it is the process that started us as a `fettle.procs.child.Child`, with an argument that the user's
+    code does not find. Of several nodes the first is 0. `imported_s` is what our imports took, where we are a fork of a
+    process that had made them.
     """
 
     def __init__(self, link: Connection | None = None, node: int = 0, imported_s: float = 0.0) -> None:
-        self.link = link if link is not None else Connection(int(sys.argv[1]))
+        self.link = link if link is not None else Connection(int(sys.argv.pop(1)))
         self.node, self.imported_s = node, imported_s
 
     def requests(self) -> Iterator[bytes]:

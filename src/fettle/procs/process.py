@@ -182,6 +182,14 @@ class Process:
                 os.killpg(group, number)
 
 
+def open_standard_streams() -> None:
+    """Have those of descriptors 0 to 2 that are closed, as in some daemons, lead nowhere: a pipe that took the place of
+    one would be closed to the child that it is for."""
+    while (opened := os.open(os.devnull, os.O_RDWR)) < 3:
+        pass
+    os.close(opened)
+
+
 def how_it_ended(code: int) -> str:
     """In words: ``ended with exit code 1``, ``ended by SIGSEGV``."""
     if code == -signal.SIGKILL:

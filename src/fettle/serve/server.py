@@ -81,7 +81,8 @@ class Address:
             files = " and ".join(str(file) for file in (self.certificate, self.key) if file is not None)
             reason = error.strerror if error.filename or not isinstance(error, ssl.SSLError) else error.reason
             key = "" if self.key is not None else " (`key` names the file of its key)"
-            raise UsageError(f"no certificate with its private key in {files}: {reason or error}{key}") from error
+            said = f": {reason}" if reason else ""
+            raise UsageError(f"no certificate with its private key in {files}{said}{key}") from error
         return context
 
 
@@ -224,14 +225,13 @@ def _bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def token_from(path: Path) -> str:
-    """The token in a file that only its owner may read; made where there is none.
+def clients_token(path: Path | None) -> str:
+    """What every request must bring: the variable ``FETTLE_TOKEN``, else the token in a file; empty for nothing."""
+    return os.environ.get("FETTLE_TOKEN") or (token_from(path) if path is not None else "")
 
-    ``FETTLE_TOKEN`` in the environment stands above it.
-    """
-    from_environment = os.environ.get("FETTLE_TOKEN")
-    if from_environment:
-        return from_environment
+
+def token_from(path: Path) -> str:
+    """The token in a file that only its owner may read; made where there is none."""
     with refusing(f"no token can be kept in {path}:", OSError):
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -153,6 +153,8 @@ spec:
         runAsNonRoot: true
         runAsUser: {_USER}
         fsGroup: {_USER}
+        seccompProfile:
+          type: RuntimeDefault
       containers:
         - name: worker
           image: {json.dumps(job.image)}

@@ -215,7 +215,8 @@ def _takes(factory: Callable[..., object], name: str) -> bool:
 
 def _find_factory(reference: str, *, under_its_name: bool = False) -> Callable[..., object]:
     location, _, name = reference.rpartition(":")
-    with refusing(f"importing {location} failed:", (Exception, SystemExit)), importing(location):
+    leaves = f"importing {location} ends the program, which belongs under if __name__ == '__main__':"
+    with refusing(f"importing {location} failed:"), refusing(leaves, SystemExit), importing(location):
         is_file = location.endswith(".py")
         module = _executed(location, under_its_name) if is_file else importlib.import_module(location)
     factory = getattr(module, name, None)

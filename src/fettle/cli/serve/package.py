@@ -64,7 +64,7 @@ def command(
 
       fettle serve package workloads/minilm.py --handler text --tokenizer minilm/tokenizer.json
     """
-    from fettle.package.export import write_package
+    from fettle.package.export import check_free, write_package
     from fettle.package.handlers.generate import read_chat
     from fettle.package.settings import ServeSettings
     from fettle.recipe_file import RecipeFile, read_recipe
@@ -74,6 +74,7 @@ def command(
     tuned = read_recipe(recipe) if recipe is not None else RecipeFile()
     called = name or named.name
     path = output or Path(f"{called}-{version}")
+    check_free(path)
     files = add_files(labels, tokenizer)
     special: dict[str, str] = {}
     if handler == "generate":

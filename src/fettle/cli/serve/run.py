@@ -47,7 +47,7 @@ def command(
     store: Annotated[Path | None, typer.Option(help="folder of packages that may be loaded by name")] = None,
     state: Annotated[Path | None, typer.Option(help="remember in this file what is served, for the next start")] = None,
     token_file: Annotated[
-        Path | None, typer.Option(help="require this file's token of every request; created if missing")
+        Path | None, typer.Option(help="file of the token that every request needs, made if missing; or FETTLE_TOKEN")
     ] = None,
     insecure: Annotated[bool, typer.Option(help="let anybody who can reach the port call, without a token")] = False,
     certificate: Annotated[Path | None, typer.Option(help="answer HTTPS only, with this PEM file")] = None,
@@ -102,7 +102,7 @@ def command(
         from fettle.loop import run
         from fettle.serve.engine.registry import Options
         from fettle.serve.engine.spans import Spans
-        from fettle.serve.server import Address, serve, token_from
+        from fettle.serve.server import Address, clients_token, serve, token_from
     if not packages and store is None:
         raise UsageError("nothing to serve: name a package, or a folder of them with --store")
     if store is not None and not store.is_dir():
@@ -112,9 +112,9 @@ def command(
         "cache_bytes": None if cache_memory is None else parse_size(cache_memory, "--cache-memory"),
         "prefill_tokens": prefill_tokens,
     }  # fmt: skip
-    token = token_from(token_file) if token_file is not None else ""
     address = Address(
-        host, port, management_port, token, token_from(_secret()) if management_port is not None else "", insecure,
+        host, port, management_port, clients_token(token_file),
+        token_from(_secret()) if management_port is not None else "", insecure,
         certificate, key, log_requests=log_requests, spans=Spans() if otel else None,
     )  # fmt: skip
     address.check()

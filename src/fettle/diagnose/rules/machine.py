@@ -25,7 +25,7 @@ def float32(call: Evidence) -> Finding | None:
     if not ops or fast == float("inf") or fast < 1.3 * slow:
         return None
     pointwise = [op for op in call.operations if op.group == POINTWISE and op.dtype == "float32"]
-    line = f"products in bfloat16 run at {fast / 1e12:.2f} TFLOP/s here, in float32 at {slow / 1e12:.2f}"
+    line = f"products in bfloat16 run at {fast / 1e12:.3g} TFLOP/s here, in float32 at {slow / 1e12:.3g}"
     return about_operators(
         call,
         "Matrix products run in float32, and this machine multiplies bfloat16 faster.",
