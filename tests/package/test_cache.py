@@ -308,6 +308,12 @@ def test_a_compiled_step_stays_compiled(tmp_path, monkeypatch):
     assert libraries[0] == libraries[2]
 
 
+def test_keys_and_values_are_kept_whatever_attention_the_model_was_tuned_with(tmp_path):
+    manifest = packaged(tmp_path / "m", llama(), "attention=hf-eager grad=inference_mode").manifest
+    assert "past" in [spec.name for spec in manifest.inputs]
+    assert manifest.recipe == {"grad": "inference_mode"}
+
+
 def test_other_weights_in_few_bits_are_refused(tmp_path):
     for levels, said in (
         ("weights=int8-dynamic", "weights=int8-dynamic cannot be packaged: tune with"),
