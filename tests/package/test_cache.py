@@ -382,6 +382,20 @@ def test_what_a_window_leaves_out_is_not_looked_at(tmp_path, make, window):
     assert (running.cache is None) == (make is capped)
 
 
+def test_a_mixture_of_experts_is_served_without_the_operator_of_transformers(tmp_path):
+    torch.manual_seed(0)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**TWO_LAYERS, **experts)).eval()
+    package = packaged(tmp_path / "m", model)
+    operators = (package.folder / "graph.json").read_text()
+    assert "torch.ops.fettle.grouped_mm" in operators
+    assert "torch.ops.transformers" not in operators
+    running = find_handler(package, ModelRunner(package), "").running(3, 0, 8)
+    assert running.cache is not None
+    [(text, *_)] = written(running, asks(PROMPTS[2:3], [12]))
+    assert text == expected(model, PROMPTS[2], 12)
+
+
 @pytest.mark.parametrize("odd", ["chunks", "eager", "positions"])
 def test_a_model_that_keeps_something_else_runs_the_whole_text(odd):
     if odd == "chunks":  # kept like windows, and seen otherwise
