@@ -308,6 +308,12 @@ def test_a_compiled_step_stays_compiled(tmp_path, monkeypatch):
     assert libraries[0] == libraries[2]
 
 
+def test_keys_and_values_are_kept_whatever_attention_the_model_was_tuned_with(tmp_path):
+    manifest = packaged(tmp_path / "m", llama(), "attention=hf-eager grad=inference_mode").manifest
+    assert "past" in [spec.name for spec in manifest.inputs]
+    assert manifest.recipe == {"grad": "inference_mode"}
+
+
 def test_other_weights_in_few_bits_are_refused(tmp_path):
     for levels, said in (
         ("weights=int8-dynamic", "weights=int8-dynamic cannot be packaged: tune with"),
@@ -374,6 +380,20 @@ def test_what_a_window_leaves_out_is_not_looked_at(tmp_path, make, window):
         expected(model, prompt, tokens) for prompt, tokens in zip(PROMPTS[2:6], most, strict=True)
     ]
     assert (running.cache is None) == (make is capped)
+
+
+def test_a_mixture_of_experts_is_served_without_the_operator_of_transformers(tmp_path):
+    torch.manual_seed(0)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**TWO_LAYERS, **experts)).eval()
+    package = packaged(tmp_path / "m", model)
+    operators = (package.folder / "graph.json").read_text()
+    assert "torch.ops.fettle.grouped_mm" in operators
+    assert "torch.ops.transformers" not in operators
+    running = find_handler(package, ModelRunner(package), "").running(3, 0, 8)
+    assert running.cache is not None
+    [(text, *_)] = written(running, asks(PROMPTS[2:3], [12]))
+    assert text == expected(model, PROMPTS[2], 12)
 
 
 @pytest.mark.parametrize("odd", ["chunks", "eager", "positions"])

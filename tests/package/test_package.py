@@ -192,7 +192,7 @@ def test_a_recipe_is_applied_to_the_exported_model(tmp_path):
 
 
 def test_a_recipe_that_an_exported_model_cannot_have_is_refused(tmp_path):
-    for text in ("quantize=int8-dynamic", "runtime=openvino algebra=fewer-products"):
+    for text in ("quantize=int8-dynamic", "runtime=openvino algebra=fewer-products", "attention=windowed"):
         with pytest.raises(UsageError, match=f"{text.split()[-1]} cannot be packaged"):
             write_package(odd(), Recipe.parse(text), tmp_path / "odd", name="odd")
     assert not list(tmp_path.iterdir())  # nothing half-written is left

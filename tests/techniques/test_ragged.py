@@ -488,6 +488,8 @@ def test_an_encoder_with_a_decoder_is_not_packed_though_both_have_rows_of_one_le
     assert "rows of other lengths" in conflict(Recipe({"ragged": "packed"}), facts)
     encoder = probe_facts(fettle.Workload(model.get_encoder(), batch))
     assert not conflict(Recipe({"ragged": "packed"}), encoder)
+    with_window = dataclasses.replace(encoder, has_window=True)  # whose mask is looked at some places at a time
+    assert "tells rows apart" in conflict(Recipe({"ragged": "packed", "attention": "windowed"}), with_window)
 
 
 @pytest.mark.parametrize("by_blocks", [False, True])

@@ -108,6 +108,8 @@ def write_package(
         if handler == "generate":
             handler_settings = of_model(workload.model, handler_settings)
             choices = generating(workload, handler_settings.get("max_tokens"))
+            if choices[1:]:  # keys and values are kept, by an attention of the package's own
+                served, recipe = served.without("attention"), recipe.without("attention")
         flat, program, most = _exported(choices, recipe, settings.max_rows)
         compiles = recipe.levels.get("compile") == "default" or recipe.levels.get("kv_cache", "").startswith("static-")
         if compiles and PAST in flat.names and SOURCE not in flat.names:

@@ -20,6 +20,7 @@ import torch
 
 from fettle.errors import UsageError, first_line, refusing
 from fettle.files import read_text
+from fettle.package.experts import OF_TRANSFORMERS, OWN
 
 GRAPH, WEIGHTS = "graph.json", "weights.safetensors"
 TOGETHER = (
@@ -31,7 +32,7 @@ _MOST_SHAPES = 4096
 """Shapes that are remembered as checked."""
 _NAME = re.compile(r"[A-Za-z0-9_][\w.\-]{0,500}|")
 _OPERATOR = re.compile(
-    r"torch\.ops\.(aten|prims|mkldnn|quantized_decomposed)\.\w+(\.\w+)?"
+    r"torch\.ops\.(aten|prims|mkldnn|quantized_decomposed)\.\w+(\.\w+)?|torch\.ops\.fettle\.grouped_mm\.default"
     r"|torch\.ops\.higher_order\.(wrap_with_set_grad_enabled|wrap_with_autocast|cond|while_loop|scan)"
     r"|torch\.sym_\w+|_operator\.(getitem|add|sub|mul|truediv|floordiv|mod|pow|neg|lt|le|gt|ge|eq|ne|and_|or_|not_)"
     r"|math\.(ceil|floor|trunc|sqrt|pow)"
@@ -157,7 +158,7 @@ def save_program(program: torch.export.ExportedProgram, folder: Path) -> None:
     parts = ("serialize_state_dict", "serialize_constants", "serialize_example_inputs")  # torch 2.11 has no such choice
     without: Any = {part: False for part in parts if part in inspect.signature(serialize).parameters}
     data = serialize(program, **without).exported_program
-    graph = _plain(json.loads(data))
+    graph = _plain(json.loads(data.replace(OF_TRANSFORMERS.encode(), OWN.encode())))
     try:
         _check(graph)  # a package that could not be loaded is refused now
     except ValueError as error:

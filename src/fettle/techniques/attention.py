@@ -125,6 +125,14 @@ class Attention(Technique):
             return "dropout stands between weights and values: needs mode=eval"
         return ""
 
+    def unpackaged(self, level: str, recipe: Recipe) -> str:
+        if level != "windowed":
+            return ""
+        return (
+            "a stored model is a graph, which cannot look up what a mask shows. Tune without it: "
+            f"fettle tune TARGET --technique {self.name}={self.default}"
+        )
+
     def bundles(self, facts: Facts) -> list[Bundle]:
         return [Bundle(50, {"attention": "windowed"})] if facts.has_window else []
 

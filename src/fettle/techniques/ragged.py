@@ -152,8 +152,8 @@ class Ragged(Technique):
         if level == "packed" and recipe.levels.get("checkpoint", "none") != "none":
             return "what is recomputed in the backward pass is not told apart by rows"
         attention = recipe.levels.get("attention", "")
-        if level == "packed" and attention.startswith("hf-") and attention != "hf-sdpa":
-            return f"attention={attention} is not scaled_dot_product_attention, which is what tells rows apart"
+        if level == "packed" and attention.startswith(("hf-", "windowed")) and attention != "hf-sdpa":
+            return f"attention={attention} is not one scaled_dot_product_attention, which is what tells rows apart"
         return ""
 
     def bundles(self, facts: Facts) -> list[Bundle]:
