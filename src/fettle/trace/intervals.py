@@ -55,8 +55,7 @@ def length_before(intervals: Intervals, times: Ints) -> Ints:
     start, end = intervals
     index = np.searchsorted(start, times, side="right")
     behind = np.where(index > 0, np.append(end, 0)[index - 1] - times, 0)  # of the interval that a time lies in
-    covered: Ints = np.append(0, np.cumsum(end - start))[index] - np.maximum(behind, 0)
-    return covered
+    return np.append(0, np.cumsum(end - start))[index] - np.maximum(behind, 0)
 
 
 def length_within(intervals: Intervals, low: Ints, high: Ints) -> Ints:

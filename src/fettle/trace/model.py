@@ -120,8 +120,7 @@ class Trace:
 
     @cached_property
     def end(self) -> Ints:
-        ends: Ints = self.ts + self.dur
-        return ends
+        return self.ts + self.dur
 
     @cached_property
     def kind(self) -> npt.NDArray[np.uint8]:

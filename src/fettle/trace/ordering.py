@@ -20,8 +20,7 @@ def order_by(*keys: Ints) -> Ints:
     lows, row_bits = [int(key.min()) for key in keys], (count - 1).bit_length()
     bits = [(int(key.max()) - low).bit_length() for key, low in zip(keys, lows, strict=True)]
     if sum(bits) + row_bits > 63:
-        order: Ints = np.lexsort(keys[::-1])
-        return order
+        return np.lexsort(keys[::-1])
     packed = np.zeros(count, dtype=np.int64)
     for key, low, width in zip(keys, lows, bits, strict=True):
         packed <<= width
@@ -44,8 +43,7 @@ def last_before(key: Ints, time: Ints, of_key: Ints, of_time: Ints) -> Ints:
     last = np.empty_like(order)
     last[order] = np.where(place >= 0, order[place], -1)
     last = last[count:]
-    answer: Ints = np.where((last >= 0) & (np.append(key, -1)[last] == of_key), last, -1)
-    return answer
+    return np.where((last >= 0) & (np.append(key, -1)[last] == of_key), last, -1)
 
 
 def in_groups(values: Ints) -> list[tuple[int, Ints]]:

@@ -62,8 +62,7 @@ def called_from(trace: Trace) -> Ints:
 def outer_first(trace: Trace, rows: Ints) -> Ints:
     """Host events in an order in which each comes after what it was called from."""
     main = trace.column("thread")[rows] != main_thread(trace)
-    ordered: Ints = rows[np.lexsort((host_stacks(trace).depth[rows], main, trace.ts[rows]))]
-    return ordered
+    return rows[np.lexsort((host_stacks(trace).depth[rows], main, trace.ts[rows]))]
 
 
 def outermost(trace: Trace, flags: np.ndarray) -> Ints:

@@ -106,8 +106,7 @@ def _nearest(times: Ints, of: Ints) -> Ints:
     """Which of some times, in order, is the nearest to each of others."""
     after = np.minimum(np.searchsorted(times, of), len(times) - 1)
     before = np.maximum(after - 1, 0)
-    nearest: Ints = np.where(np.abs(of - times[before]) <= np.abs(times[after] - of), before, after)
-    return nearest
+    return np.where(np.abs(of - times[before]) <= np.abs(times[after] - of), before, after)
 
 
 def clock_shifts(traces: list[Trace], clocks: pl.DataFrame | None = None) -> dict[int, int]:

@@ -259,5 +259,4 @@ def _begin_in(windows: Intervals, start: Ints) -> Bools:
     """Whether each event begins in one of them."""
     low, high = windows
     at = np.searchsorted(low, start, side="right") - 1
-    inside: Bools = (at >= 0) & (start < high[at])
-    return inside
+    return (at >= 0) & (start < high[at])

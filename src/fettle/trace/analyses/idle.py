@@ -149,8 +149,7 @@ def _next_work(trace: Trace, rows: Ints, ends: Ints) -> Ints:
     """Which of some work starts at each gap's end, one that lasts before one that does not; -1 behind the last."""
     order = np.lexsort((trace.dur[rows] <= 0, trace.ts[rows]))
     first = np.append(order, -1)[np.searchsorted(trace.ts[rows[order]], ends)]
-    answer: Ints = np.where((first >= 0) & (trace.ts[rows[first]] == ends), first, -1)
-    return answer
+    return np.where((first >= 0) & (trace.ts[rows[first]] == ends), first, -1)
 
 
 def _host_time(trace: Trace, pieces: _Pieces, start: Ints, end: Ints, thread: Ints, gap: Ints) -> None:

@@ -137,8 +137,7 @@ def parent_among(trace: Trace, wanted: np.ndarray) -> Ints:
     """The nearest wanted event strictly above each event."""
     up = called_from(trace)
     around = nearest(up, wanted, np.flatnonzero(trace.is_host))
-    answer: Ints = np.where(up >= 0, around[np.maximum(up, 0)], -1)
-    return answer
+    return np.where(up >= 0, around[np.maximum(up, 0)], -1)
 
 
 def kernel_sequences(trace: Trace, operator: str = "", *, min_kernels: int = 3, top: int = 10) -> pl.DataFrame:

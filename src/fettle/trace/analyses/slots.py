@@ -236,8 +236,7 @@ def _at_longest(one: _Launches) -> Bools:
     duration, full = one.end - one.start, max(int(one.length[one.plain].max(initial=0)), 2)
     others = one.plain & ~one.freed
     most = float(np.percentile(duration[others], 90)) if others.any() else np.inf
-    longest: Bools = one.plain & (one.length >= full) & (duration > most)
-    return longest
+    return one.plain & (one.length >= full) & (duration > most)
 
 
 def _depth(one: _Launches) -> tuple[int, Bools] | None:

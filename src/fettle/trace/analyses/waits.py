@@ -93,8 +93,7 @@ class Waits:
 
     def source(self) -> Ints:
         """The work that held each piece; -1 where it was a launch, or nothing."""
-        held: Ints = np.select([self.held == Held.STREAM, self.held == Held.EVENT], [self.previous, self.event], -1)
-        return held
+        return np.select([self.held == Held.STREAM, self.held == Held.EVENT], [self.previous, self.event], -1)
 
 
 @per_trace
@@ -106,8 +105,7 @@ def device_waits(trace: Trace) -> Waits:
     linked, at = launch >= 0, np.maximum(launch, 0)
 
     def ended_of(work: Ints) -> Ints:
-        ended: Ints = np.where(work >= 0, np.minimum(end[np.maximum(work, 0)], start), -1)
-        return ended
+        return np.where(work >= 0, np.minimum(end[np.maximum(work, 0)], start), -1)
 
     called = np.where(linked, np.minimum(trace.ts[at], start), -1)
     arrived = np.where(linked, np.minimum(trace.end[at], start), -1)

@@ -99,8 +99,7 @@ def _claims(folder: Path, count: int) -> Iterator[int]:
 def _fetch(folder: Path, i: int) -> Columns | None:
     """What a helper left of a span; None where it did not finish. The folder is this process's own."""
     left = folder / f"{i}.part"
-    part: Columns | None = pickle.loads(left.read_bytes()) if left.exists() else None
-    return part
+    return pickle.loads(left.read_bytes()) if left.exists() else None
 
 
 def _decode(plan: dict[str, Any], i: int) -> Columns:
