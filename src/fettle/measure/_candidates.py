@@ -152,8 +152,7 @@ class Start:
 
     def line_up(self, candidates: Sequence[Candidate]) -> list[Started | Trial]:
         """Start the workers one after the other, or say in a trial why one failed. Stops at the deadline, and when
-        memory runs short or runs out beside the others: the candidates after those of the answer have not been begun.
-        """
+        memory runs short or out beside the others: the candidates after those of the answer have not been begun."""
         begun: list[Started | Trial] = []
         running: list[Started] = []
         held = [self.held.take(one.recipe) if self.held is not None else None for one in candidates]

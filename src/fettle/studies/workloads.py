@@ -1,6 +1,5 @@
 """The workloads of a study: each target with each combination of its factory's arguments, with its own reference and
-its own trials in the storage; and the environments that it has as a factor.
-"""
+its own trials in the storage; and the environments that it has as a factor."""
 
 from __future__ import annotations
 

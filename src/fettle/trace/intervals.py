@@ -103,9 +103,7 @@ def levels(start: Ints, end: Ints, weight: npt.NDArray[Any]) -> tuple[Intervals,
 
 
 def combinations(classes: dict[str, Intervals]) -> dict[tuple[str, ...], int]:
-    """How long exactly which of some classes of disjoint intervals are there together, ns; those that never are, are
-    absent.
-    """
+    """How long exactly which of some classes of disjoint intervals are there together, where they ever are, ns."""
     points = np.unique(np.concatenate([part for pair in classes.values() for part in pair]))
     low, high = points[:-1], points[1:]
     key = np.zeros(len(low), dtype=np.int64)

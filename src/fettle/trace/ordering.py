@@ -33,9 +33,7 @@ def order_by(*keys: Ints) -> Ints:
 
 
 def last_before(key: Ints, time: Ints, of_key: Ints, of_time: Ints) -> Ints:
-    """For each `of_key` and `of_time`: which of the moments `time` with the same `key` is the last up to then; -1 for
-    none.
-    """
+    """For each `of_key` and `of_time`: which moment `time` with the same `key` is the last up to then; -1 for none."""
     count = len(key)
     asks = np.repeat([0, 1], [count, len(of_key)])
     order = order_by(np.concatenate([key, of_key]), np.concatenate([time, of_time]), asks)

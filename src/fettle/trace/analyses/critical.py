@@ -174,8 +174,7 @@ class _Walk:
 
     def begin(self) -> tuple[str, int]:
         """Where the walk starts: on what ends last in the window, device work before host calls. A step ends with the
-        thread that marks it, unless work ends at that very moment.
-        """
+        thread that marks it, unless work ends at that very moment."""
         trace, rows, marks = self.trace, self.trace.device_rows, step_thread(self.trace)
         ends, inside = np.minimum(trace.end, self.high), trace.ts < self.high
         work, host = np.flatnonzero(inside[rows]), np.flatnonzero(inside & trace.is_host)

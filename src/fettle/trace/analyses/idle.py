@@ -217,9 +217,7 @@ def idle_within(trace: Trace, device: int, step: int | None = None) -> pl.DataFr
 
 
 def missing_information(trace: Trace, device: int, step: int | None = None) -> str:
-    """What a trace lacks where more than `EXPLAINED` of a device's idle time in the steps is unknown, unlinked or not
-    traced; else empty.
-    """
+    """What a trace lacks where more than `EXPLAINED` of a device's idle time in the steps has no cause; else empty."""
     pieces = idle_within(trace, device, step)
     length, after = (pieces["end_ns"] - pieces["start_ns"]).to_numpy(), pieces["next_row"].to_numpy()
     number, whole = pieces["cause"].to_physical().to_numpy(), max(int(length.sum()), 1)

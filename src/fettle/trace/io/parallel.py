@@ -114,9 +114,7 @@ def _decode(plan: dict[str, Any], i: int) -> Columns:
 
 
 def _event_start(text: bytes, boundary: re.Pattern[bytes]) -> int | None:
-    """Where an event starts in a piece of the file: a boundary behind which an event can be read, not a part of its
-    arguments.
-    """
+    """Where an event starts in a piece of the file: a boundary behind which an event can be read."""
     decoder = json.JSONDecoder(strict=False)
     for match in itertools.islice(boundary.finditer(text), 1000):
         try:
