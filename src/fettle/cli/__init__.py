@@ -106,7 +106,7 @@ def _print_version(asked: bool) -> None:
 
 
 @contextmanager
-def _ended_in_order() -> Iterator[None]:
+def _signals_interrupt() -> Iterator[None]:
     """SIGTERM, which a cluster or a CI system sends before it takes the machine away, and SIGHUP, which comes when a
     terminal closes, are interrupts like Ctrl-C: what is known is written, and claims are given back, on the way out. A
     signal that is ignored, as by nohup, stays so."""
@@ -139,7 +139,7 @@ def _ended_in_order() -> Iterator[None]:
 def main() -> None:
     """Run the command line: exit 0 done, 1 limits not met or comparison failed, 2 bad usage, 130 interrupted."""
     try:
-        with _quiet.libraries_quiet(), _ended_in_order():
+        with _quiet.libraries_quiet(), _signals_interrupt():
             status = build()(standalone_mode=False)
         if status == _INTERRUPTED:  # also what the parser makes of Ctrl-C
             _fail("interrupted", _INTERRUPTED)

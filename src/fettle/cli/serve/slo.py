@@ -165,7 +165,7 @@ def command(
         if place.exists() and not (folder / "measured.jsonl").exists():
             raise UsageError(f"{place} exists already, and no search of fettle's made it: give another --output")
     around = Surroundings()
-    with _show.telling("starting", quiet=as_json) as progress, _quiet.users_code_quiet():
+    with _show.status_line("starting", quiet=as_json) as progress, _quiet.users_code_quiet():
         result = run(work.search(folder, max_error, options, progress))
     busy = around.sentence()
     data = as_data(result, name=work.name, target=" ".join(target), machine=_machine(), written="", busy=busy)
@@ -203,7 +203,7 @@ def _of_texts(
             device=device or first.settings.devices[0], **options,
         )  # fmt: skip
 
-    with _show.telling("starting", quiet=as_json) as progress, _quiet.users_code_quiet():
+    with _show.status_line("starting", quiet=as_json) as progress, _quiet.users_code_quiet():
         result = run(search(progress))
 
     def best() -> Path:
