@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from fettle.errors import UsageError
-from fettle.generate.speed import Came
+from fettle.generate.speed import TextTimes
 from fettle.measure._load import Load, gpu_memory
 from fettle.measure._priority import READY, prefer
 from fettle.measure._process import Worker, WorkerError, close_each
@@ -76,7 +76,7 @@ class Runner:
     """What each slice took of the race's time."""
     samples_ns: list[int] = field(default_factory=list)
     energy_j: list[float] = field(default_factory=list)
-    texts: list[Came] = field(default_factory=list)
+    texts: list[TextTimes] = field(default_factory=list)
     """How texts came, where the workload writes some."""
     failure: str = ""
 

@@ -183,7 +183,7 @@ def _of_texts(
     from fettle.measure import Surroundings
     from fettle.package.manifest import write_settings
     from fettle.report import texts_page
-    from fettle.slo.text_search import search_texts, served_so, texts_data, texts_rows
+    from fettle.slo.text_search import search_texts, settings_with, texts_data, texts_rows
 
     if min(limits.ttft_s, limits.itl_s) < 0 or not max(limits.ttft_s, limits.itl_s):
         raise UsageError("--ttft and --itl must be more than 0")
@@ -210,7 +210,7 @@ def _of_texts(
         assert result.best is not None
         setting = result.best.setting
         package = next(variant.package for variant in variants if variant.name == setting.variant)
-        return write_settings(package, served_so(package.settings, setting, result.costs[setting.engine])).folder
+        return write_settings(package, settings_with(package.settings, setting, result.costs[setting.engine])).folder
 
     data = texts_data(result, name=name, target=" ".join(texts), machine=_machine())
     data["busy"] = around.sentence()
