@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 from atlas_models import FAMILY
 
-from fettle.atlas import effects, matching, merged, pairs, read_atlas, untold, write_atlas
+from fettle.atlas import effects, matching, merged, never_compared, pairs, read_atlas, write_atlas
 from fettle.errors import UsageError
 from fettle.estimates import mean_interval, ratio_of
 from fettle.files import write_text
@@ -203,7 +203,7 @@ def _table(found) -> list[str]:
 
 def _without_twins(rows, brought) -> list[str]:
     """Levels that ran, and never beside an otherwise equal recipe, so that the table cannot have them."""
-    told = {name: own for name in untold(rows, brought) if (own := fitted(rows, (name,)))}
+    told = {name: own for name in never_compared(rows, brought) if (own := fitted(rows, (name,)))}
     return [f"\n`{name}` never ran beside an otherwise equal recipe. By a fit to all trials of each model it is worth\n"
             f"{ratio} on {models} models." for name, (ratio, models) in told.items()]  # fmt: skip
 

@@ -410,12 +410,12 @@ def test_a_study_that_cannot_be_joined_is_one_line(run_fettle, monkeypatch, word
 def test_long_work_says_now_and_then_where_it_is_also_without_a_terminal(monkeypatch, capsys):
     now = [100.0]
     monkeypatch.setattr(_show.time, "monotonic", lambda: now[0])
-    with _show.telling("starting") as progress:
+    with _show.status_line("starting") as progress:
         for seconds in range(50):
             now[0] = 100.0 + seconds
             progress(f"second {seconds}")
     assert capsys.readouterr().err == "second 20\nsecond 40\n"
-    with _show.telling("starting", quiet=True) as progress:
+    with _show.status_line("starting", quiet=True) as progress:
         now[0] += 60
         progress("never said")
     assert not capsys.readouterr().err

@@ -8,7 +8,7 @@ import msgspec
 import polars
 import pytest
 
-from fettle.atlas import effects, matching, merged, pairs, read_atlas, rows_of, untold, write_atlas
+from fettle.atlas import effects, matching, merged, never_compared, pairs, read_atlas, rows_of, write_atlas
 from fettle.atlas.table import SCHEMA, checked, frame_of, parse
 from fettle.errors import UsageError
 from fettle.measure import Interval
@@ -146,7 +146,7 @@ def test_what_never_ran_beside_an_equal_recipe_is_named() -> None:
     apart = Recipe.parse("channels_last=on compile=default")
     rows = rows_of(about("model", 1.0), [trial(Recipe(), 0), trial(BF16, 1.0), trial(apart, 0.5)])
     assert [effect.name for effect in effects(rows)] == ["precision=bf16"]
-    assert untold(rows, effects(rows)) == {"channels_last=on": 1, "compile=default": 1}
+    assert never_compared(rows, effects(rows)) == {"channels_last=on": 1, "compile=default": 1}
 
 
 def test_models_of_one_name_are_never_set_against_each_other() -> None:

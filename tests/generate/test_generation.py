@@ -14,7 +14,7 @@ import fettle
 from fettle.errors import UsageError
 from fettle.generate import limits, quality
 from fettle.generate.decoding import Kept, chances, decoder_of, score, write
-from fettle.generate.speed import Came, Generation, Watcher, figures, rows_of, tokens_per_s
+from fettle.generate.speed import Generation, TextTimes, Watcher, figures, rows_of, tokens_per_s
 from fettle.measure._inference import hides_text
 from fettle.recipe import Recipe
 from fettle.techniques import Notes, _kept, conflict, handed_on, load, prefill, probe_facts, source
@@ -558,8 +558,8 @@ def test_text_that_does_not_follow_its_own_scores_is_found_out() -> None:
 # -- speed ----------------------------------------------------------------------------------------------------
 
 
-def text(prompt: int, ttft: int, *steps: int, tokens: int = 1, rows: int = 2) -> Came:
-    return Came(prompt, rows, ttft, list(steps), [tokens] * len(steps))
+def text(prompt: int, ttft: int, *steps: int, tokens: int = 1, rows: int = 2) -> TextTimes:
+    return TextTimes(prompt, rows, ttft, list(steps), [tokens] * len(steps))
 
 
 def test_figures_of_a_text_are_taken_apart() -> None:

@@ -106,7 +106,7 @@ def test_a_race_of_first_tokens_tells_the_rest_by_texts_that_were_not_the_first_
         state.workload.model.eval()
         request = messages.Prepare(source(Recipe(), facts), "", path, part="ttft", as_given=as_given)
         answer = _inference.prepare(state, request)
-        whole = [text.told() for text in written if len(text.came) > 1]
+        whole = [text.times() for text in written if len(text.came) > 1]
         assert len(whole) == (4 if as_given else 2)  # as given nothing was fed, so that the first were the first calls
         assert answer.texts == whole[-2:]
         assert not Judge(path, max_error=0.01).reason(answer.accuracy)

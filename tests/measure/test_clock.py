@@ -30,7 +30,7 @@ def test_texts_and_the_calls_of_a_diagnosis_wait_for_it_too(monkeypatch: pytest.
     waited: list[int | None] = []
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
-    Text(0, 1).hear(SimpleNamespace(device=torch.device("mps:0"), shape=(1, 1)))  # type: ignore[arg-type]
+    Text(0, 1).on_tokens(SimpleNamespace(device=torch.device("mps:0"), shape=(1, 1)))  # type: ignore[arg-type]
     timed(lambda: None, "mps", 0.0, least=2)
     assert waited == [0, None, None]
 

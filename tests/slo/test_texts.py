@@ -195,7 +195,7 @@ def test_a_search_proves_the_best_and_tells_the_rest(package, monkeypatch, tmp_p
     again, second = searched(package, monkeypatch, rate=1.0, keep=tmp_path / "measured.jsonl")
     assert not second.rates
     assert again.tests_kept == again.tests == found.tests
-    settings = room.served_so(package.settings, best.setting, found.costs["", 1])
+    settings = room.settings_with(package.settings, best.setting, found.costs["", 1])
     assert (settings.max_rows, settings.prefill_tokens) == (8, best.setting.chunk)
     assert settings.cache_bytes == 8 << 20
 

@@ -14,7 +14,7 @@ from fettle.measure import Interval, Startup, Stop, Trial, _candidates
 from fettle.recipe import Recipe
 from fettle.search import auto
 from fettle.studies import Settings, running
-from fettle.studies.workloads import Telling, Workload, _session
+from fettle.studies.workloads import PlanProgress, Workload, _session
 from fettle.tuning._budget import (
     FEWEST_ROUNDS,
     Budget,
@@ -115,7 +115,7 @@ def test_a_fraction_ends_with_its_budget_and_keeps_nothing_back(tmp_path, monkey
     monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=lambda: world.now))
     space, facts = made_up_space()
     settings = Settings(design="fraction", budget_s=60.0, output=tmp_path)
-    made = _session(Target("made/up.py:workload"), tmp_path, settings, Telling(lambda event: None, 0.0))
+    made = _session(Target("made/up.py:workload"), tmp_path, settings, PlanProgress(lambda event: None, 0.0))
     session = session_in(world, tmp_path, made.budget.seconds, facts)
     session.rules, session.costs = replace(session.rules, equal_rounds=3), replace(session.costs, confirms=False)
     cells = ["precision=bf16", "grad=inference_mode", "compile=default", "compile=default freeze=on"]

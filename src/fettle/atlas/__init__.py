@@ -7,11 +7,11 @@ asks it what helps; `prediction` says what to expect of a model that it has not 
 
 from fettle.atlas.features import model_features, subject
 from fettle.atlas.prediction import Predictor
-from fettle.atlas.query import Effect, Pair, apart, effects, matching, pairs, untold
+from fettle.atlas.query import Effect, Pair, apart, effects, matching, never_compared, pairs
 from fettle.atlas.reading import read_atlas
 from fettle.atlas.table import Row, Subject, merged, rows_of, weights_of, write_atlas
 
 __all__ = [
     "Effect", "Pair", "Predictor", "Row", "Subject", "apart", "effects", "matching", "merged", "model_features",
-    "pairs", "read_atlas", "rows_of", "subject", "untold", "weights_of", "write_atlas",
+    "never_compared", "pairs", "read_atlas", "rows_of", "subject", "weights_of", "write_atlas",
 ]  # fmt: skip

@@ -91,7 +91,7 @@ def effects(rows: Sequence[Row]) -> list[Effect]:
     return sorted((one for one in known if one is not None), key=lambda one: (-one.gain.estimate, one.level))
 
 
-def untold(rows: Sequence[Row], brought: Sequence[Effect]) -> dict[str, int]:
+def never_compared(rows: Sequence[Row], brought: Sequence[Effect]) -> dict[str, int]:
     """Levels that ran and of which `effects`, what these rows say that levels `brought`, is silent, as none ran
     beside an otherwise equal recipe; with the number of their trials."""
     told = {one.name for one in brought}

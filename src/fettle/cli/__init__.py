@@ -107,7 +107,7 @@ def _print_version(asked: bool) -> None:
 
 
 @contextmanager
-def _ended_in_order() -> Iterator[None]:
+def _signals_interrupt() -> Iterator[None]:
     """SIGTERM, which a cluster or a CI system sends before it takes the machine away, and SIGHUP, which comes when a
     terminal closes, are interrupts like Ctrl-C: what is known is written, and claims are given back, on the way out. A
     signal that is ignored, as by nohup, stays so."""
@@ -146,7 +146,7 @@ def main() -> None:
     except OSError as error:  # where it was deleted, MKL ends the process, and says so where nobody hears it
         _fail(f"the current folder cannot be used ({error.strerror}): change to another")
     try:
-        with _quiet.libraries_quiet(), _ended_in_order():
+        with _quiet.libraries_quiet(), _signals_interrupt():
             status = build()(standalone_mode=False)
         if status == _INTERRUPTED:  # also what the parser makes of Ctrl-C
             _fail("interrupted", _INTERRUPTED)

@@ -28,7 +28,7 @@ _undo = ExitStack()
 
 @contextmanager
 def libraries_quiet() -> Iterator[None]:
-    """Only fettle may print inside of this, until `speak_up`."""
+    """Only fettle may print inside of this, until `restore_output`."""
     global _undo
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -41,13 +41,13 @@ def libraries_quiet() -> Iterator[None]:
         yield
 
 
-def speak_up() -> None:
+def restore_output() -> None:
     """Let logs and libraries be heard again: for a server, whose standard error is its log."""
     _undo.close()
-    atexit.register(_fall_silent)
+    atexit.register(_discard_stderr)
 
 
-def _fall_silent() -> None:
+def _discard_stderr() -> None:
     """What extension modules report as the interpreter ends (nanobind: objects that were not freed) is no log."""
     with contextlib.suppress(ValueError, OSError, AttributeError), open(os.devnull, "w") as nowhere:
         sys.stderr.flush()

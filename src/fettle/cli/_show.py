@@ -30,7 +30,7 @@ _STYLES = {"winner": "green", "failed": "red", "rejected": "yellow"}
 
 
 @contextmanager
-def telling(first: str, *, quiet: bool = False) -> Iterator[Callable[[str], None]]:
+def status_line(first: str, *, quiet: bool = False) -> Iterator[Callable[[str], None]]:
     """A line that says what is going on, and changes in place, on standard error; where that is no terminal a line of
     its own, at most every 20 seconds, the first after as many."""
     out = console(file=sys.stderr)  # the same one also while a factory has replaced it

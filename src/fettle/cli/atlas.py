@@ -56,7 +56,7 @@ def add(
             raise UsageError(f"there is no study.db in {study}")
         with refusing(f"{study.rpartition('@')[2]}:", UsageError):
             new += atlas_rows(study if "://" in study else storage_url(None, Path(study)), family=family)
-    with _alone(atlas):
+    with _locked(atlas):
         rows = merged(read_atlas(atlas) if atlas.exists() else [], new)
         write_atlas(rows, atlas)
     counts = {"added": len(new), "rows": len(rows), "models": len({row.fingerprint for row in rows})}
@@ -65,7 +65,7 @@ def add(
 
 
 @contextmanager
-def _alone(atlas: Path) -> Iterator[None]:
+def _locked(atlas: Path) -> Iterator[None]:
     """Whoever else adds to it waits: of two that read the same rows, one's would be lost."""
     import fcntl
 
@@ -172,7 +172,7 @@ def _print_contents(console: Console, rows: Sequence[Row]) -> None:
 
 
 def _print_answer(console: Console, rows: Sequence[Row]) -> None:
-    from fettle.atlas import apart, effects, pairs, untold
+    from fettle.atlas import apart, effects, never_compared, pairs
     from fettle.page import Table
 
     console.print(f"{count_text(len(rows), 'trial')} of {len({row.comparable for row in rows})} models and machines")
@@ -184,7 +184,7 @@ def _print_answer(console: Console, rows: Sequence[Row]) -> None:
             console.print(f"\n{where}", style="bold", markup=False)
         brought = effects(some)
         _print_gains(console, brought, pairs(some))
-        if left := untold(some, brought):
+        if left := never_compared(some, brought):
             names = ", ".join(f"{name} ({count_text(count, 'trial')})" for name, count in left.items())
             console.print(f"never beside an otherwise equal recipe: {names}", markup=False)
     cells = [[item["workload"], f"{item['speedup']:.2f}x", item["recipe"], item["machine"]] for item in _best(rows)]

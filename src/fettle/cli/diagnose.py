@@ -68,7 +68,7 @@ def command(
     if max_metric_drop is not None and not verify:
         raise UsageError("--max-metric-drop is what a fix may cost: give --verify, which races the fixes")
     _options.check_file(output, ".html")
-    with _show.telling("starting", quiet=as_json) as show:
+    with _show.status_line("starting", quiet=as_json) as show:
         diagnosis = diagnose(
             target,
             seconds=_options.duration_s(seconds, "--seconds"),

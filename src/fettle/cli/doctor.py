@@ -79,7 +79,7 @@ def command(
             raise UsageError("--lock looks at that file alone: leave out TARGET and --ignore")
         _audit(lock, known, fail_on, as_json)
         return
-    with _show.telling("looking at the environment", quiet=as_json) as show:
+    with _show.status_line("looking at the environment", quiet=as_json) as show:
         here = this_environment(known)
         if target and not any(here.compromised()):  # what is compromised is not imported
             from fettle.workload import find_target

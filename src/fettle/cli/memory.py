@@ -49,7 +49,7 @@ def command(
     _options.check_file(output, ".html")
     number = None if device is None else _device(device)
 
-    with _show.telling("reading the snapshot", quiet=as_json_) as show:
+    with _show.status_line("reading the snapshot", quiet=as_json_) as show:
         first = read(snapshot, max_file_bytes=limit)
         show("analysing")
         analysis = analyse(first, number, request_bytes=request_bytes, device_free_bytes=free_bytes, top=top)

@@ -52,7 +52,7 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class Came:
+class TextTimes:
     """The times of one text's tokens, as a race is told them."""
 
     prompt: int
@@ -74,7 +74,7 @@ class Text:
     came: list[tuple[int, int]] = field(default_factory=list)
     """When each step was done, and how many tokens it gave each row."""
 
-    def hear(self, tokens: torch.Tensor) -> None:
+    def on_tokens(self, tokens: torch.Tensor) -> None:
         """Take the time at which tokens [rows, k] are there."""
         wait_for(tokens.device)
         self.came.append((time.perf_counter_ns(), tokens.shape[1]))
@@ -94,10 +94,10 @@ class Text:
         """Time of all of it."""
         return self.came[-1][0] - self.began_ns
 
-    def told(self) -> Came:
+    def times(self) -> TextTimes:
         """For the parent."""
         steps = [later[0] - earlier[0] for earlier, later in itertools.pairwise(self.came)]
-        return Came(self.prompt, self.rows, self.ttft_ns, steps, [count for _, count in self.came[1:]])
+        return TextTimes(self.prompt, self.rows, self.ttft_ns, steps, [count for _, count in self.came[1:]])
 
 
 @dataclass
@@ -119,16 +119,16 @@ class Watcher:
         wanted = 1 if self.part == "ttft" else self.new_tokens
         text = Text(number, rows_in(prompt))
         text.began_ns = time.perf_counter_ns()
-        run(**prompt, new_tokens=wanted, on_tokens=text.hear, temperature=self.temperature)
+        run(**prompt, new_tokens=wanted, on_tokens=text.on_tokens, temperature=self.temperature)
         ended = time.perf_counter_ns()
         self.texts.append(text)
         if self.part == "text":
             return ended - text.began_ns
         return text.ttft_ns if self.part == "ttft" else text.decode_ns
 
-    def take(self) -> list[Came]:
+    def take(self) -> list[TextTimes]:
         """The texts since the last call, for the parent."""
-        found, self.texts = [text.told() for text in self.texts], []
+        found, self.texts = [text.times() for text in self.texts], []
         return found
 
 
@@ -172,7 +172,7 @@ def tokens_per_s(
     return rows * new_tokens * len(took) / sum(took) * 1e9
 
 
-def figures(texts: Sequence[Came], known: Generation) -> Generation:
+def figures(texts: Sequence[TextTimes], known: Generation) -> Generation:
     """The figures of all texts of a trial, added to what is `known` of it without them."""
     if not texts:
         return known

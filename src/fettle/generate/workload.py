@@ -66,7 +66,8 @@ class GenerationWorkload(Workload):
         read = read_batches(self.inputs)
         object.__setattr__(self, "inputs_taken_for", read.taken_for)
         object.__setattr__(self, "inputs", [_prompt(item, self.is_two_parts) for item in read.items])
-        check = [] if _is_empty(self.check_inputs) else read_batches(self.check_inputs).items
+        given = self.check_inputs
+        check = [] if isinstance(given, Sequence) and not given else read_batches(given).items
         object.__setattr__(self, "check_inputs", [_prompt(item, self.is_two_parts) for item in check])
         self._check_tokens()
         positions, longest = learned_positions(model), self._longest("input_ids")
@@ -187,10 +188,6 @@ def _texts(given: Any) -> list[torch.Tensor]:
     if any(text.dim() != 2 or text.shape[1] < 2 or text.is_floating_point() for text in texts):
         raise UsageError("a text holds at least two tokens, integers [tokens] or [rows, tokens]")
     return texts
-
-
-def _is_empty(given: Any) -> bool:
-    return isinstance(given, Sequence) and len(given) == 0
 
 
 register_kind("new_tokens", GenerationWorkload)

@@ -160,9 +160,7 @@ def text_requests(
     url: str, lines: Sequence[TextLine], *, model: str = "", seed: int = 0, token: str = "",
     tls: ssl.SSLContext | None = None,
 ) -> list[Request]:  # fmt: skip
-    """Requests for these texts. `url` is the server's, or ends in ``/v1``, ``/v1/completions`` or
-    ``/v1/chat/completions``. Raises `UsageError`.
-    """
+    """Requests for these texts; `url` is the server's, its ``/v1`` or an address below that. Raises `UsageError`."""
     chat = url.rstrip("/").endswith("/chat/completions")
     base = url.rstrip("/").removesuffix("/completions").removesuffix("/chat").removesuffix("/v1") + "/v1"
     headers = {"Authorization": f"Bearer {token}"} if token else {}

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from fettle.errors import UsageError
-from fettle.generate.speed import Came
+from fettle.generate.speed import TextTimes
 from fettle.measure._load import Load, gpu_memory
 from fettle.measure._priority import READY, prefer
 from fettle.measure._process import Worker, WorkerError, close_each
@@ -76,7 +76,7 @@ class Runner:
     """What each slice took of the race's time."""
     samples_ns: list[int] = field(default_factory=list)
     energy_j: list[float] = field(default_factory=list)
-    texts: list[Came] = field(default_factory=list)
+    texts: list[TextTimes] = field(default_factory=list)
     """How texts came, where the workload writes some."""
     failure: str = ""
 
@@ -154,8 +154,7 @@ class Start:
 
     def line_up(self, candidates: Sequence[Candidate]) -> list[Started | Trial]:
         """Start the workers one after the other, or say in a trial why one failed. Stops at the deadline, and when
-        memory runs short or runs out beside the others: the candidates after those of the answer have not been begun.
-        """
+        memory runs short or out beside the others: the candidates after those of the answer have not been begun."""
         begun: list[Started | Trial] = []
         running: list[Started] = []
         held = [self.held.take(one.recipe) if self.held is not None else None for one in candidates]

@@ -91,7 +91,7 @@ def prepare(state: State, request: Prepare) -> Prepared:
             for number, prompt in numbered:
                 took += whole.sample_ns(lambda **arguments: written.append(run(**arguments)), prompt, number)
                 held = max(held, cache_bytes(run.decoder))
-            steps = [ns for text in whole.texts for ns in text.told().steps_ns]
+            steps = [ns for text in whole.texts for ns in text.times().steps_ns]
             return ([took // len(numbered)], took > _LONG_NS and is_steady(steps)) if is_text else ([], False)
 
         is_text = watcher.part == "text"

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import msgspec
 
-from fettle.generate.speed import Came, Generation
+from fettle.generate.speed import Generation, TextTimes
 from fettle.measure._trial import Accuracy
 from fettle.procs.child import ChildError, Request
 from fettle.procs.forks import Imports
@@ -205,7 +205,7 @@ class Prepared(Answer, frozen=True, kw_only=True):
     phases_ms: Mapping[str, float] = {}
     generation: Generation | None = None
     """Text: what is known of it without the race,"""
-    texts: Sequence[Came] = ()
+    texts: Sequence[TextTimes] = ()
     """and how texts came."""
 
     def with_ranks(self, others: Sequence[Self]) -> Self:
@@ -253,7 +253,7 @@ class SliceTaken(Answer, frozen=True, kw_only=True):
     """The GPUs that it is of, by NVML's names; none where it is the whole machine's."""
     pages: float = 0.0
     """Pages of memory a call that the system had to give."""
-    texts: Sequence[Came] = ()
+    texts: Sequence[TextTimes] = ()
 
     def with_ranks(self, others: Sequence[Self]) -> Self:
         """With the CPU time of all ranks, all their GPUs with their energy, and the waiting of the one that waited

@@ -81,9 +81,7 @@ class Fit:
     request_bytes: int
     rounded_bytes: int
     answer: str
-    """cache, device, after_release, no, or unknown: it depends on the device's free memory, which is not known, or the
-    request failed at a moment that the snapshot does not show.
-    """
+    """cache, device, after_release, no, or unknown, as the device's free memory or the moment of the failure is."""
     sentence: str
     fragmented: bool
     """Enough is free in the request's own pool, but in pieces that are all too small."""

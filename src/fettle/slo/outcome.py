@@ -86,7 +86,7 @@ def _about_serving(best: Point, result: SearchResult) -> list[str]:
     """What of a row's cost is not the model's, and what a pause costs. Nothing where it was not measured."""
     measured, rows = result.branches[best.setting.branch], best.setting.max_rows
     costs, notes = measured.costs, []
-    if measured.around is not None:
+    if measured.known_overheads is not None:
         added = costs.batch_s / rows + costs.held_s
         whole = costs.curve.at(rows) / rows + added
         notes.append(f"of {whole * 1e3:.3g} ms a row in calls of {rows}, {added * 1e3:.2g} ms are the server's")

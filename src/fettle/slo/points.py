@@ -160,7 +160,7 @@ class Measured:
     """The factor by which the costs were multiplied after load tests that contradicted them."""
 
     @property
-    def around(self) -> Overheads | None:
+    def known_overheads(self) -> Overheads | None:
         """What serving adds: as measured with this branch, else with another."""
         return self.overheads or (self.lender.overheads if self.lender is not None else None)
 
@@ -171,7 +171,8 @@ class Measured:
             {n: tuple(value * self.scale for value in s) for n, s in measured.items()}
             for measured in (self.calibration.samples, self.calibration.rested)
         )
-        return Costs(samples, rested=rested, **(msgspec.structs.asdict(self.around) if self.around else {}))
+        overheads = msgspec.structs.asdict(self.known_overheads) if self.known_overheads else {}
+        return Costs(samples, rested=rested, **overheads)
 
     @property
     def single_s(self) -> float:

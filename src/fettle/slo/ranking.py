@@ -48,7 +48,7 @@ def rank(
     points: list[Point] = []
     known = {} if known is None else known
     for measured in branches:
-        key = (measured.branch, limit_s, measured.scale, measured.around)
+        key = (measured.branch, limit_s, measured.scale, measured.known_overheads)
         if key not in known:
             known[key] = _simulated(measured, limit_s)
         points += [replace(point) for point in known[key]]

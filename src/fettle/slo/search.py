@@ -68,7 +68,7 @@ async def search(
     try:
         await work.calibrate(variants, devices)
         if work.possible():
-            await work.around()
+            await work.settle_overheads()
             await work.refine_workers()
             await work.confirm(confirm)
     except Stopped:
@@ -180,7 +180,7 @@ class _Search:
             result.why.append(f"one row alone takes {single * 1e3:.1f} ms: the limit is missed by {ratio:.2f}x")
         return single <= result.limit_s
 
-    async def around(self) -> None:
+    async def settle_overheads(self) -> None:
         """What serving adds: measured with the branch that is best so far, lent to the others, until that is stable.
 
         At most three branches are measured: those that come out on top.
@@ -238,7 +238,7 @@ class _Search:
         for workers in wanted:
             await self._calibrate(Branch(workers, max(1, self.cores // workers), best.device, best.variant))
         if wanted:
-            await self.around()
+            await self.settle_overheads()
 
     # -- proof -------------------------------------------------------------------------------------------------------
 

@@ -253,7 +253,7 @@ class _Search:
         """Open-loop tests around what was predicted."""
         result, setting = self.result, point.setting
         package = self.packages[setting.variant]
-        settings = served_so(package.settings, setting, result.costs[setting.engine])
+        settings = settings_with(package.settings, setting, result.costs[setting.engine])
         lengths = hashlib.sha256(np.array([result.prompts, result.outputs]).tobytes()).hexdigest()[:12]
         about = f"{result.limits.ttft_s:g}s {result.limits.itl_s:g}s {lengths}"
 
@@ -302,7 +302,7 @@ def chunks_for(costs: TextCosts, longest: int) -> Sequence[int]:
     return chunks if costs.in_parts else [size for size in chunks if size >= longest] or [longest]
 
 
-def served_so(settings: ServeSettings, setting: TextSetting, costs: TextCosts) -> ServeSettings:
+def settings_with(settings: ServeSettings, setting: TextSetting, costs: TextCosts) -> ServeSettings:
     """A package's settings with a found one."""
     return msgspec.structs.replace(
         settings, max_rows=setting.rows, prefill_tokens=setting.chunk, cache_bytes=setting.rows * costs.row_bytes,

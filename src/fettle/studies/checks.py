@@ -155,8 +155,7 @@ def _externally_studentized(results: Any) -> Vector:
     """
     internal: Vector = np.asarray(results.get_influence().resid_studentized_internal)
     left = float(results.df_resid)
-    outside: Vector = internal * np.sqrt((left - 1) / np.maximum(left - internal**2, 1e-12))
-    return outside
+    return internal * np.sqrt((left - 1) / np.maximum(left - internal**2, 1e-12))
 
 
 def _shape(model: Model, residuals: Vector) -> Iterator[Doubt]:

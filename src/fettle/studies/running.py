@@ -27,7 +27,7 @@ from fettle.studies.orders import agree, announce
 from fettle.studies.outcome import Done, rungs_of, table_for
 from fettle.studies.settings import Settings
 from fettle.studies.sharing import measure_shares, one_at_a_time, shares
-from fettle.studies.workloads import Telling, Workload, differences, open_workload, workloads_of
+from fettle.studies.workloads import PlanProgress, Workload, differences, open_workload, workloads_of
 from fettle.tuning import Event, OnProgress, Session, guide_for
 
 TOGETHER = 6
@@ -43,9 +43,9 @@ def study(targets: Sequence[str], settings: Settings, on_progress: OnProgress, *
     """
     allow_open_files()  # each workload has its storage and its lock open
     began = time.monotonic()
-    telling = Telling(on_progress, began)
+    progress = PlanProgress(on_progress, began)
     rows = read_atlas(settings.atlas) if settings.atlas is not None else ()
-    workloads = workloads_of(targets, settings, telling)
+    workloads = workloads_of(targets, settings, progress)
     machine, environments = this_machine(), workloads[0].environments
     orders = agree(targets, settings) if settings.name else None
     interrupted, plan = False, None
@@ -62,10 +62,10 @@ def study(targets: Sequence[str], settings: Settings, on_progress: OnProgress, *
         plan = _plan(workloads, settings, began)
         if plan.is_long and not agreed and settings.budget_s is None:
             return plan
-        telling(Event(str(plan), note=str(plan)))
+        progress(Event(str(plan), note=str(plan)))
         if orders is not None:
             announce(orders, settings)
-        telling.seconds = time.monotonic() - began + plan.seconds
+        progress.seconds = time.monotonic() - began + plan.seconds
         running = [workload for workload in workloads if not workload.failure]
         for place, workload in enumerate(running):
             _leave(workload.session, 1 / (len(running) - place))
@@ -106,7 +106,7 @@ def enqueue(targets: Sequence[str], settings: Settings, on_progress: OnProgress)
     Raises `UsageError` for bad input.
     """
     orders = agree(targets, settings)
-    workloads = workloads_of(targets, settings, Telling(on_progress, time.monotonic()))
+    workloads = workloads_of(targets, settings, PlanProgress(on_progress, time.monotonic()))
     try:
         for workload in workloads:
             open_workload(workload, settings, this_machine())

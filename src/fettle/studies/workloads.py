@@ -1,6 +1,5 @@
 """The workloads of a study: each target with each combination of its factory's arguments, with its own reference and
-its own trials in the storage; and the environments that it has as a factor.
-"""
+its own trials in the storage; and the environments that it has as a factor."""
 
 from __future__ import annotations
 
@@ -72,7 +71,7 @@ class Workload:
 
 
 @dataclass
-class Telling:
+class PlanProgress:
     """Passes events on with the plan's seconds, so that a bar shows how much is left."""
 
     on_progress: OnProgress
@@ -146,7 +145,7 @@ def _typed(text: str) -> bool | int | float | str | None:
     return text
 
 
-def workloads_of(targets: Sequence[str], settings: Settings, telling: Telling) -> list[Workload]:
+def workloads_of(targets: Sequence[str], settings: Settings, progress: PlanProgress) -> list[Workload]:
     """The workloads of a study, not yet opened. Raises `UsageError` for bad input."""
     _check(settings)
     interpreters, wanted = find_interpreters(settings.pythons), _targets(targets, settings)
@@ -158,7 +157,7 @@ def workloads_of(targets: Sequence[str], settings: Settings, telling: Telling) -
     link.mkdir(parents=True, exist_ok=True)
     environments = {one.name: look(one, _PACKAGES, link) for one in interpreters}
     return [
-        Workload(group, arguments, _session(target, folder, settings, telling), environments=environments)
+        Workload(group, arguments, _session(target, folder, settings, progress), environments=environments)
         for group, arguments, target in wanted
     ]
 
@@ -189,7 +188,7 @@ def _check_same(session: Session) -> None:
             )
 
 
-def _session(target: Target, folder: Path, settings: Settings, on_progress: Telling) -> Session:
+def _session(target: Target, folder: Path, settings: Settings, on_progress: PlanProgress) -> Session:
     options = Options(
         limits=settings.limits, output=folder, storage=settings.storage,
         study=f"{settings.name}/{target.name}" if settings.name else None, confidence=settings.confidence,

@@ -55,8 +55,7 @@ def length_before(intervals: Intervals, times: Ints) -> Ints:
     start, end = intervals
     index = np.searchsorted(start, times, side="right")
     behind = np.where(index > 0, np.append(end, 0)[index - 1] - times, 0)  # of the interval that a time lies in
-    covered: Ints = np.append(0, np.cumsum(end - start))[index] - np.maximum(behind, 0)
-    return covered
+    return np.append(0, np.cumsum(end - start))[index] - np.maximum(behind, 0)
 
 
 def length_within(intervals: Intervals, low: Ints, high: Ints) -> Ints:
@@ -104,9 +103,7 @@ def levels(start: Ints, end: Ints, weight: npt.NDArray[Any]) -> tuple[Intervals,
 
 
 def combinations(classes: dict[str, Intervals]) -> dict[tuple[str, ...], int]:
-    """How long exactly which of some classes of disjoint intervals are there together, ns; those that never are, are
-    absent.
-    """
+    """How long exactly which of some classes of disjoint intervals are there together, where they ever are, ns."""
     points = np.unique(np.concatenate([part for pair in classes.values() for part in pair]))
     low, high = points[:-1], points[1:]
     key = np.zeros(len(low), dtype=np.int64)

@@ -53,9 +53,7 @@ _KIND_OF_CATEGORY = {
 
 
 def kind_of_category(category: str) -> Kind:
-    """The kind of an event category, old or new spelling; unknown ones are OTHER (kept, and named in the health
-    report).
-    """
+    """The kind of an event category, in its old or new spelling; OTHER for unknown ones."""
     lower = category.lower()
     if lower in _KIND_OF_CATEGORY:
         return _KIND_OF_CATEGORY[lower]
@@ -193,7 +191,5 @@ _WIDTH = {name: width for width, names in _BYTES_OF_TYPES.items() for name in na
 
 
 def dtype_bytes(name: str) -> int | None:
-    """Bytes of an element, from a type's name as profilers write it (`c10::BFloat16`, `signed char`); None for no
-    dtype.
-    """
+    """Bytes of an element, by its type as profilers write it (`c10::BFloat16`, `signed char`); None for no dtype."""
     return _WIDTH.get(name.lower().removeprefix("c10::"))

@@ -120,8 +120,7 @@ class Trace:
 
     @cached_property
     def end(self) -> Ints:
-        ends: Ints = self.ts + self.dur
-        return ends
+        return self.ts + self.dur
 
     @cached_property
     def kind(self) -> npt.NDArray[np.uint8]:
@@ -157,9 +156,7 @@ class Trace:
 
     @cached_property
     def cause_of_name(self) -> dict[tuple[int, int], str]:
-        """Idle cause of each (name, kind) pair that occurs on the host: classified once for each, not for each
-        event.
-        """
+        """Idle cause of each (name, kind) pair on the host: classified once for each, not for each event."""
         host = self.is_host
         met = np.zeros(len(self.names) * 256, dtype=bool)
         met[self.column("name")[host].astype(np.int64) * 256 + self.kind[host]] = True

@@ -20,8 +20,7 @@ def order_by(*keys: Ints) -> Ints:
     lows, row_bits = [int(key.min()) for key in keys], (count - 1).bit_length()
     bits = [(int(key.max()) - low).bit_length() for key, low in zip(keys, lows, strict=True)]
     if sum(bits) + row_bits > 63:
-        order: Ints = np.lexsort(keys[::-1])
-        return order
+        return np.lexsort(keys[::-1])
     packed = np.zeros(count, dtype=np.int64)
     for key, low, width in zip(keys, lows, bits, strict=True):
         packed <<= width
@@ -34,9 +33,7 @@ def order_by(*keys: Ints) -> Ints:
 
 
 def last_before(key: Ints, time: Ints, of_key: Ints, of_time: Ints) -> Ints:
-    """For each `of_key` and `of_time`: which of the moments `time` with the same `key` is the last up to then; -1 for
-    none.
-    """
+    """For each `of_key` and `of_time`: which moment `time` with the same `key` is the last up to then; -1 for none."""
     count = len(key)
     asks = np.repeat([0, 1], [count, len(of_key)])
     order = order_by(np.concatenate([key, of_key]), np.concatenate([time, of_time]), asks)
@@ -44,8 +41,7 @@ def last_before(key: Ints, time: Ints, of_key: Ints, of_time: Ints) -> Ints:
     last = np.empty_like(order)
     last[order] = np.where(place >= 0, order[place], -1)
     last = last[count:]
-    answer: Ints = np.where((last >= 0) & (np.append(key, -1)[last] == of_key), last, -1)
-    return answer
+    return np.where((last >= 0) & (np.append(key, -1)[last] == of_key), last, -1)
 
 
 def in_groups(values: Ints) -> list[tuple[int, Ints]]:

@@ -67,8 +67,7 @@ class Steps:
 
     def step(self) -> None:
         """The step ends here and the next begins. From the first call on, and for what came before it, a loader that is
-        asked for the next batch ends none.
-        """
+        asked for the next batch ends none."""
         now = time.perf_counter_ns()
         if not self._said:
             self._said = True

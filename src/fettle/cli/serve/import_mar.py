@@ -51,7 +51,7 @@ def command(
 
     mar = read_mar(file)
     path = output or Path(f"{name or mar.name}-{mar.version}")
-    with _show.telling("reading the archive", quiet=as_json) as progress, _quiet.users_code_quiet():
+    with _show.status_line("reading the archive", quiet=as_json) as progress, _quiet.users_code_quiet():
         package = import_mar(
             mar, path, trust=trust.lower(),
             workload=find_target(target).load() if target else None, inputs=inputs or (),

@@ -129,7 +129,7 @@ def command(
     from fettle.loop import run
 
     earlier = read_baseline(baseline) if baseline is not None else []
-    with _show.telling("starting", quiet=as_json) as show:
+    with _show.status_line("starting", quiet=as_json) as show:
         runs = run(_run_all(requests, plans, seconds, limit_s, limits, show))
     interrupted = any(run.interrupted for run in runs)
     told = [as_data(run) for run in runs]

@@ -82,7 +82,7 @@ def command(
         files |= chat
     elif chat_template is not None:
         raise UsageError("a chat template is for --handler generate")
-    with _show.telling("building the workload", quiet=as_json) as progress, _quiet.users_code_quiet():
+    with _show.status_line("building the workload", quiet=as_json) as progress, _quiet.users_code_quiet():
         package = write_package(
             named.load(), tuned.recipe, path, name=called, version=version, settings=ServeSettings(max_rows=max_rows),
             handler=as_handler(handler),

@@ -92,7 +92,7 @@ def command(
 
       fettle serve --store models --management-port 8081 --state served.json
     """
-    _quiet.speak_up()
+    _quiet.restore_output()
     if rate and p99 is None:
         raise UsageError("--rate is for --p99: the requests a second to be served within that limit")
     waits_ms = None if delay is None else _options.duration_s(delay, "--delay", bare="ms") * 1e3
@@ -133,7 +133,9 @@ def command(
             with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
                 opened = [_tuned(package, p99, rate, device, trust) for package in opened]
     with contextlib.ExitStack() as waiting:
-        waiting.enter_context(_show.telling(f"loading {', '.join(one.manifest.name for one in opened)}", quiet=as_json))
+        waiting.enter_context(
+            _show.status_line(f"loading {', '.join(one.manifest.name for one in opened)}", quiet=as_json)
+        )
 
         def ready(server: Server) -> None:
             waiting.close()

@@ -166,7 +166,7 @@ def command(
         if place.exists() and not (folder / "measured.jsonl").exists():
             raise UsageError(f"{place} exists already, and no search of fettle's made it: give another --output")
     around = Surroundings()
-    with _show.telling("starting", quiet=as_json) as progress, _quiet.users_code_quiet():
+    with _show.status_line("starting", quiet=as_json) as progress, _quiet.users_code_quiet():
         result = run(work.search(folder, max_error, options, progress))
     busy = around.sentence()
     data = as_data(result, name=work.name, target=" ".join(target), machine=_machine(), written="", busy=busy)
@@ -184,7 +184,7 @@ def _of_texts(
     from fettle.measure import Surroundings
     from fettle.package.manifest import write_settings
     from fettle.report import texts_page
-    from fettle.slo.text_search import search_texts, served_so, texts_data, texts_rows
+    from fettle.slo.text_search import search_texts, settings_with, texts_data, texts_rows
 
     if min(limits.ttft_s, limits.itl_s) < 0 or not max(limits.ttft_s, limits.itl_s):
         raise UsageError("--ttft and --itl must be more than 0")
@@ -204,14 +204,14 @@ def _of_texts(
             device=device or first.settings.devices[0], **options,
         )  # fmt: skip
 
-    with _show.telling("starting", quiet=as_json) as progress, _quiet.users_code_quiet():
+    with _show.status_line("starting", quiet=as_json) as progress, _quiet.users_code_quiet():
         result = run(search(progress))
 
     def best() -> Path:
         assert result.best is not None
         setting = result.best.setting
         package = next(variant.package for variant in variants if variant.name == setting.variant)
-        return write_settings(package, served_so(package.settings, setting, result.costs[setting.engine])).folder
+        return write_settings(package, settings_with(package.settings, setting, result.costs[setting.engine])).folder
 
     data = texts_data(result, name=name, target=" ".join(texts), machine=_machine())
     data["busy"] = around.sentence()

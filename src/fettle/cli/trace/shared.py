@@ -109,7 +109,7 @@ def open_traces(path: Path, fresh: bool, own_end: bool) -> list[Trace]:
     """Read a trace or a folder, and say what was left out of it and which answers are uncertain."""
     traces = read_traces(path, fresh, own_end)
     for trace in traces:
-        _tell(trace, f"rank {trace.rank}")
+        _warn(trace, f"rank {trace.rank}")
     return traces
 
 
@@ -122,11 +122,11 @@ def open_one(path: Path, fresh: bool, own_end: bool = False, label: str = "") ->
             f"{path}: of its {len(traces)} ranks only rank {first.rank} is taken; for another name its file",
             style="yellow", markup=False, soft_wrap=True,
         )  # fmt: skip
-    _tell(first, label or f"rank {first.rank}")
+    _warn(first, label or f"rank {first.rank}")
     return first
 
 
-def _tell(trace: Trace, label: str) -> None:
+def _warn(trace: Trace, label: str) -> None:
     """Say what was left out, and which answers are uncertain."""
     out, name = console(error=True), escape(label)
     for note in trace.facts.notes:

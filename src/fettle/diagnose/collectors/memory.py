@@ -119,9 +119,8 @@ def weights(module: torch.nn.Module | None) -> Weights:
 
 
 def _duplicates(module: torch.nn.Module | None) -> int:
-    """Bytes of large parameters that equal another one, value for value, in memory of their own; constants apart, which
-    many layers begin with, and layers of one stack, which begin as copies of each other.
-    """
+    """Bytes of large parameters that equal another one in memory of their own, but for constants, which many layers
+    begin with, and layers of one stack, which begin as copies of each other."""
     groups: dict[Any, list[tuple[list[str], torch.Tensor]]] = defaultdict(list)
     for name, parameter in module.named_parameters() if module is not None else ():
         path = [part for part in name.split(".") if not part.isdigit()]

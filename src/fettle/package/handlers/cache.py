@@ -99,8 +99,7 @@ class Cache:
             for row, (tokens, begin) in enumerate(zip(new, kept, strict=True)):
                 end = begin + len(tokens)
                 self._past[first + row, ..., begin:end, :] = fresh[row, ..., : len(tokens), :]
-        scores: torch.Tensor = outputs[self.scores].float()
-        return scores
+        return outputs[self.scores].float()
 
     def _read(self, first: int, prompts: Sequence[Sequence[int]]) -> None:
         """Keep what the decoder makes of prompts, which the encoder reads."""

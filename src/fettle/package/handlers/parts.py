@@ -127,8 +127,7 @@ def softmax(scores: Array) -> Array:
 
 
 def sigmoid(scores: Array) -> Array:
-    shares: Array = 0.5 * (1.0 + np.tanh(0.5 * scores.astype(np.float64)))
-    return shares
+    return 0.5 * (1.0 + np.tanh(0.5 * scores.astype(np.float64)))
 
 
 def probabilities(scores: Array, how: Scores) -> Array:

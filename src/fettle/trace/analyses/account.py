@@ -22,9 +22,7 @@ from fettle.trace.model import Ints, Trace, per_trace
 
 @per_trace
 def device_classes(trace: Trace, device: int) -> tuple[Intervals, Intervals, Intervals]:
-    """Compute, communication and copies (with memory sets) of one device, each as disjoint intervals that may overlap
-    others.
-    """
+    """Compute, communication and copies (with memory sets) of one device: each disjoint in itself."""
     on_device, kernels = (trace.column("device") == device) & trace.is_device, trace.kind == Kind.KERNEL
     classes = (kernels & ~trace.is_collective, kernels & trace.is_collective, ~kernels)
     work = (np.flatnonzero(on_device & one) for one in classes)
@@ -114,8 +112,7 @@ _BUSY = {
 
 def account_parts(total: pl.DataFrame) -> pl.DataFrame:
     """`account_total` as one row a part that is not 0: columns rank, device, part, time_ns, share (of the wall time),
-    meaning. On the host's row (device -1) compute is called operators.
-    """
+    meaning. On the host's row (device -1) compute is called operators."""
     names = ["compute_ns", "exposed_communication_ns", "exposed_copy_ns", *(f"idle_{cause}_ns" for cause in CAUSES)]
     parts = []
     for row in total.iter_rows(named=True):

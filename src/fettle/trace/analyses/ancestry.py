@@ -48,9 +48,8 @@ def ancestors(trace: Trace) -> Ancestors:
 
 @per_trace
 def called_from(trace: Trace) -> Ints:
-    """The event that each host event was called from, by row; -1 for none: what it lies in on its thread, and for the
-    outermost ones on autograd's threads what the main thread was in meanwhile.
-    """
+    """By row, the event that each host event was called from (-1: none): the one around it, and of the outermost on
+    autograd's threads what the main thread was in meanwhile."""
     parent, main = host_stacks(trace).parent.copy(), main_thread(trace)
     thread = trace.column("thread")
     apart = [t for t in autograd_threads(trace) if t != main]
@@ -62,8 +61,7 @@ def called_from(trace: Trace) -> Ints:
 def outer_first(trace: Trace, rows: Ints) -> Ints:
     """Host events in an order in which each comes after what it was called from."""
     main = trace.column("thread")[rows] != main_thread(trace)
-    ordered: Ints = rows[np.lexsort((host_stacks(trace).depth[rows], main, trace.ts[rows]))]
-    return ordered
+    return rows[np.lexsort((host_stacks(trace).depth[rows], main, trace.ts[rows]))]
 
 
 def outermost(trace: Trace, flags: np.ndarray) -> Ints:

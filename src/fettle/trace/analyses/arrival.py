@@ -106,14 +106,12 @@ def _nearest(times: Ints, of: Ints) -> Ints:
     """Which of some times, in order, is the nearest to each of others."""
     after = np.minimum(np.searchsorted(times, of), len(times) - 1)
     before = np.maximum(after - 1, 0)
-    nearest: Ints = np.where(np.abs(of - times[before]) <= np.abs(times[after] - of), before, after)
-    return nearest
+    return np.where(np.abs(of - times[before]) <= np.abs(times[after] - of), before, after)
 
 
 def clock_shifts(traces: list[Trace], clocks: pl.DataFrame | None = None) -> dict[int, int]:
-    """By rank: what its clock shows, ns, where the first rank's shows 0; by what the traces say of their clocks, and by
-    the ends of shared collectives where there are any (`clocks`: their `clock_offsets`, where these are known already).
-    """
+    """By rank, what its clock shows, ns, where the first rank's shows 0, as the traces say and the ends of shared
+    collectives (`clocks`: their `clock_offsets`, where these are known already)."""
     clocks = clock_offsets(match_collectives(traces)) if clocks is None else clocks
     offsets = dict(zip(clocks["rank"], clocks["offset_ns"], strict=True))
     base = _base_ns(traces[0])

@@ -22,9 +22,7 @@ from fettle.trace.ordering import last_before
 
 
 def forward_of_backward(trace: Trace) -> Ints:
-    """By event row, the forward operator of a backward one: the last with its autograd sequence number that began
-    earlier; -1 for operators without a partner, and for all else.
-    """
+    """By event row, the forward operator of a backward one: the last with its number before it; -1 for none."""
     table = trace.side["autograd"].filter(pl.col("sequence") >= 0)
     rows, sequence = table["row"].to_numpy(), table["sequence"].to_numpy()
     backward = trace.named(BACKWARD.search, rows)

@@ -92,9 +92,7 @@ def _idle(trace: Trace, device: int, path: CriticalPath) -> list[Row]:
 
 
 def _agreement(there: pl.DataFrame, pieces: pl.DataFrame) -> tuple[int, int]:
-    """How long the path waits on a device's side for the very work that ends the gap in which that device idles: with
-    the same cause, and with any. Other streams may wait for reasons of their own meanwhile.
-    """
+    """How long the path waits for the work that ends the device's gap: with the same cause, and with any."""
     waits = there.filter(pl.col("category").is_in(WAITING)).sort("start_ns")
     idle = (pieces["start_ns"].to_numpy(), pieces["end_ns"].to_numpy())
     start, end, wait, piece = split((waits["start_ns"].to_numpy(), waits["end_ns"].to_numpy()), idle)

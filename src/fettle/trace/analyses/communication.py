@@ -51,9 +51,7 @@ def bus_factor(collective: str, ranks: int) -> float:
 
 
 def collective_kind(argument: str, kernel_name: str) -> str:
-    """The kind of a collective: from the profiler's argument, else from the kernel's name; `unknown` where neither
-    says.
-    """
+    """The kind of a collective, by the profiler's argument, else by the kernel's name, else `unknown`."""
     text = argument.lower().removeprefix("c10d::").replace("_", "")
     for source in (text, short_kernel_name(kernel_name)):
         for kind, pattern in _KIND_IN_NAME:

@@ -182,9 +182,7 @@ def _match_work(before: Trace, after: Trace, a: pl.DataFrame, b: pl.DataFrame) -
 
 
 def _work(trace: Trace, account: pl.DataFrame) -> pl.DataFrame:
-    """The compared device's work inside the compared steps (by when it ran), clipped to them, with keys from most to
-    least certain.
-    """
+    """The compared device's work, clipped to the compared steps, with keys from most to least certain."""
     frame = attribute_kernels(trace).filter(pl.col("device") == account["device"][0])
     rows = frame["row"].to_numpy()
     windows = _windows(account)
@@ -259,5 +257,4 @@ def _begin_in(windows: Intervals, start: Ints) -> Bools:
     """Whether each event begins in one of them."""
     low, high = windows
     at = np.searchsorted(low, start, side="right") - 1
-    inside: Bools = (at >= 0) & (start < high[at])
-    return inside
+    return (at >= 0) & (start < high[at])

@@ -65,12 +65,13 @@ class CriticalPath:
 
     def summary(self) -> pl.DataFrame:
         """Columns: category, time_ns, share; adds up to the wall time."""
-        return (
-            self.pieces.group_by("category")
-            .agg(time_ns=(pl.col("end_ns") - pl.col("start_ns")).sum())
-            .with_columns(share=pl.col("time_ns") / max(self.wall_ns, 1))
-            .sort("time_ns", descending=True)
-        )
+        return self.summed(self.pieces, "category").drop("count")
+
+    def summed(self, pieces: pl.DataFrame, *by: str) -> pl.DataFrame:
+        """The path's pieces by these columns, longest first: those, count, time_ns, share of the wall time."""
+        sums = pieces.group_by(by).agg(count=pl.len(), time_ns=(pl.col("end_ns") - pl.col("start_ns")).sum())
+        shares = sums.with_columns(share=pl.col("time_ns") / max(self.wall_ns, 1))
+        return shares.sort("time_ns", *by, descending=[True, *[False for _ in by]])
 
 
 def window_of(trace: Trace, step: int | None = None) -> tuple[int, int]:
@@ -174,8 +175,7 @@ class _Walk:
 
     def begin(self) -> tuple[str, int]:
         """Where the walk starts: on what ends last in the window, device work before host calls. A step ends with the
-        thread that marks it, unless work ends at that very moment.
-        """
+        thread that marks it, unless work ends at that very moment."""
         trace, rows, marks = self.trace, self.trace.device_rows, step_thread(self.trace)
         ends, inside = np.minimum(trace.end, self.high), trace.ts < self.high
         work, host = np.flatnonzero(inside[rows]), np.flatnonzero(inside & trace.is_host)
@@ -296,13 +296,7 @@ def path_events(trace: Trace, path: CriticalPath) -> pl.DataFrame:
     Columns: category, name, count, time_ns, share.
     """
     names = names_of_rows(trace, path.pieces["row"].to_numpy()).fill_null("").str.replace_all(ADDRESS, "")
-    return (
-        path.pieces.with_columns(name=names)
-        .group_by("category", "name")
-        .agg(count=pl.len(), time_ns=(pl.col("end_ns") - pl.col("start_ns")).sum())
-        .with_columns(share=pl.col("time_ns") / max(path.wall_ns, 1))
-        .sort("time_ns", "category", "name", descending=[True, False, False])
-    )
+    return path.summed(path.pieces.with_columns(name=names), "category", "name")
 
 
 def critical_path_of_ranks(traces: list[Trace], step: int | None = None) -> CriticalPath:

@@ -1,5 +1,4 @@
-"""The host's side: how threads were used, what operators cost besides their work, small operators, conversions, data
-loading.
+"""The host's side: how threads were used, what operators cost besides their work, conversions, data loading.
 
 For a trace without a device this is the whole answer; with one it explains the idle time.
 """

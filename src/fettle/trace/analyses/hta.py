@@ -96,9 +96,7 @@ def _microseconds(trace: Trace) -> tuple[Ints, Ints]:
 
 
 def temporal_breakdown(trace: Trace) -> pl.DataFrame:
-    """Columns: rank, idle_us, compute_us, non_compute_us, kernel_us (first start to last end). Empty without device
-    work.
-    """
+    """Columns: rank, idle_us, compute_us, non_compute_us, kernel_us (first start to last end); no row without work."""
     work = _rounded(trace)
     columns = dict.fromkeys(("rank", "idle_us", "compute_us", "non_compute_us", "kernel_us"), int)
     if not work.height:
@@ -164,9 +162,7 @@ def kernel_types(trace: Trace) -> pl.DataFrame:
 
 
 def kernel_statistics(trace: Trace) -> pl.DataFrame:
-    """Columns: name, kernel_type, sum_us, max_us, min_us, std_us, mean_us: over launches (HTA's table with no row
-    folded away).
-    """
+    """Columns: name, kernel_type, sum_us, max_us, min_us, std_us, mean_us: over launches, with no row folded away."""
     work = _rounded(trace)
     dur = pl.col("end") - pl.col("ts")
     return (
@@ -178,9 +174,7 @@ def kernel_statistics(trace: Trace) -> pl.DataFrame:
 
 
 def idle_breakdown(trace: Trace) -> pl.DataFrame:
-    """Per stream and label (host_wait, kernel_wait, other): columns rank, stream, idle_category, idle_us,
-    idle_ratio.
-    """
+    """Per stream and label (host_wait, kernel_wait, other): rank, stream, idle_category, idle_us, idle_ratio."""
     before = pl.col("end").shift().over("stream")
     idle_us, late = pl.col("ts") - before, (pl.col("launch_ts") > before).fill_null(value=False)
     work = _rounded(trace).filter("on_device").sort("stream", "ts", maintain_order=True)
@@ -202,8 +196,7 @@ def idle_breakdown(trace: Trace) -> pl.DataFrame:
 
 def launch_statistics(trace: Trace) -> pl.DataFrame:
     """The four launch calls that HTA knows, in the columns of its launch histograms: correlation, call, call_row,
-    call_ns, duration_ns, delay_ns (never negative), short (the work is, and its call is no longer than 50 us).
-    """
+    call_ns, duration_ns, delay_ns (never negative), short (the work is, and its call is no longer than 50 us)."""
     work = _rounded(trace).filter("on_device", pl.col("launch").is_in(_LAUNCHES))
     call, length = pl.col("launch_end") - pl.col("launch_ts"), pl.col("end") - pl.col("ts")
     return work.select(

@@ -149,8 +149,7 @@ def _next_work(trace: Trace, rows: Ints, ends: Ints) -> Ints:
     """Which of some work starts at each gap's end, one that lasts before one that does not; -1 behind the last."""
     order = np.lexsort((trace.dur[rows] <= 0, trace.ts[rows]))
     first = np.append(order, -1)[np.searchsorted(trace.ts[rows[order]], ends)]
-    answer: Ints = np.where((first >= 0) & (trace.ts[rows[first]] == ends), first, -1)
-    return answer
+    return np.where((first >= 0) & (trace.ts[rows[first]] == ends), first, -1)
 
 
 def _host_time(trace: Trace, pieces: _Pieces, start: Ints, end: Ints, thread: Ints, gap: Ints) -> None:
@@ -218,9 +217,7 @@ def idle_within(trace: Trace, device: int, step: int | None = None) -> pl.DataFr
 
 
 def missing_information(trace: Trace, device: int, step: int | None = None) -> str:
-    """What a trace lacks where more than `EXPLAINED` of a device's idle time in the steps is unknown, unlinked or not
-    traced; else empty.
-    """
+    """What a trace lacks where more than `EXPLAINED` of a device's idle time in the steps has no cause; else empty."""
     pieces = idle_within(trace, device, step)
     length, after = (pieces["end_ns"] - pieces["start_ns"]).to_numpy(), pieces["next_row"].to_numpy()
     number, whole = pieces["cause"].to_physical().to_numpy(), max(int(length.sum()), 1)

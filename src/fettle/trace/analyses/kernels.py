@@ -19,8 +19,7 @@ SHORT_NS = 10_000
 def class_of_row(trace: Trace, rows: Ints) -> Ints:
     """0 compute, 1 communication, 2 copy or memory set, for rows of device work."""
     kind = trace.kind[rows]
-    answer: Ints = np.where(kind == Kind.KERNEL, np.where(trace.is_collective[rows], 1, 0), 2).astype(np.int64)
-    return answer
+    return np.where(kind == Kind.KERNEL, np.where(trace.is_collective[rows], 1, 0), 2).astype(np.int64)
 
 
 def class_names(trace: Trace, rows: Ints) -> pl.Series:

@@ -20,9 +20,7 @@ LATE_NS = 100_000
 
 @per_trace
 def launch_rows(trace: Trace) -> Ints:
-    """For each piece of device work, in order of its start, the row of its launch; -1 where none is known. Where a
-    number is used twice, the last call before the work counts.
-    """
+    """By device work in order of its start, the row of its launch: the last call before it; -1 for none."""
     device_rows = trace.device_rows
     correlation = trace.column("correlation")
     calls = np.flatnonzero((trace.kind == Kind.RUNTIME) & (correlation > 0))

@@ -124,8 +124,7 @@ def call_blocks(trace: Trace, device: bool, depth: int = 12, python: bool = Fals
 
 def _merged_names(trace: Trace) -> tuple[Ints, list[str]]:
     """A number for each event's name and the text of each number: steps are one name, objects' addresses are cut, and
-    what parts the names of a path is in none of them.
-    """
+    what parts the names of a path is in none of them."""
     names = (without_address(name).replace(" > ", ">") for name in trace.names)
     cut = ["ProfilerStep#" if name.startswith("ProfilerStep#") else name for name in names]
     number = {name: i for i, name in enumerate(dict.fromkeys(cut))}
@@ -137,8 +136,7 @@ def parent_among(trace: Trace, wanted: np.ndarray) -> Ints:
     """The nearest wanted event strictly above each event."""
     up = called_from(trace)
     around = nearest(up, wanted, np.flatnonzero(trace.is_host))
-    answer: Ints = np.where(up >= 0, around[np.maximum(up, 0)], -1)
-    return answer
+    return np.where(up >= 0, around[np.maximum(up, 0)], -1)
 
 
 def kernel_sequences(trace: Trace, operator: str = "", *, min_kernels: int = 3, top: int = 10) -> pl.DataFrame:
@@ -208,9 +206,8 @@ def annotation_table(trace: Trace) -> pl.DataFrame:
 
 
 def device_time(trace: Trace, wanted: np.ndarray, parent: Ints) -> tuple[Ints, Ints, Ints]:
-    """Device time of each wanted event: of all work launched below it, and of what no other one is nearer to; and how
-    many pieces of work the former is. `parent` is the nearest wanted event strictly above each.
-    """
+    """Device time of each wanted event, of all work launched below it and of what no other one is nearer to, and how
+    many pieces the former is. `parent` is the nearest wanted event strictly above each."""
     exclusive, kernels = np.zeros(trace.events.height, dtype=np.int64), np.zeros(trace.events.height, dtype=np.int64)
     work, calls = launched_work(trace)
     owner = nearest(called_from(trace), wanted, np.flatnonzero(trace.is_host))[calls]

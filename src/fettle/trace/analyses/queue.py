@@ -60,9 +60,8 @@ def queue_summary(trace: Trace) -> pl.DataFrame:
 
 
 def _copies(trace: Trace) -> pl.DataFrame:
-    """Copies and memory sets: columns device, name, ts_ns, dur_ns, bytes (null: unknown), gb_per_s (10**9 bytes a
-    second: as the profiler says, else bytes / duration; null where neither is known).
-    """
+    """Copies and memory sets: device, name, ts_ns, dur_ns, bytes (null: unknown), gb_per_s (10**9 bytes a second, as
+    the profiler says, else bytes / duration; null where neither is known)."""
     facts = trace.side["copies"]
     rows = facts["row"].to_numpy()
     events = pl.DataFrame(

@@ -38,8 +38,7 @@ _WORK, _END, _BEGIN = 0, 1, 2  # at one moment work begins first, then calls end
 @dataclass(frozen=True)
 class Change:
     """What is different: durations of device work by factor (by position in `trace.device_rows`), no call that blocks,
-    launches that cost nothing, no time in data loading.
-    """
+    launches that cost nothing, no time in data loading."""
 
     scale: np.ndarray | None = None
     blocking: bool = True
@@ -49,9 +48,7 @@ class Change:
 
 @dataclass
 class _Calls:
-    """Stretches of host threads that the replay looks at, launches, waits, or both, by thread and time: columns of one
-    length. A stretch of no length marks a moment.
-    """
+    """Launches and waits of host threads, by thread and time, and moments, of no length: columns of one length."""
 
     thread: Ints
     start: Ints
@@ -74,9 +71,7 @@ def data_loading(trace: Trace, thread: int) -> Intervals:
 
 @per_trace
 def replay_of(trace: Trace, doubtful: bool = False) -> Replay:
-    """The trace, ready to be run again; where asked, with launch calls waiting that may have waited for a slot, and
-    queues no deeper than they were seen to be.
-    """
+    """The trace, ready to be run again; where asked, with `doubtful_waits` and `shallow_queues` taken for true."""
     return Replay(trace, doubtful)
 
 
@@ -97,9 +92,7 @@ class Replay:
     # --- the program ---
 
     def _calls(self) -> tuple[_Calls, Ints, dict[tuple[int, int], int]]:
-        """The stretches, the one that launched each piece of work (-1: unknown), and by thread and time those that
-        mark a moment.
-        """
+        """The stretches, which one launched each piece of work (-1: unknown), and those that mark a thread's moment."""
         trace, stops, launch = self.trace, self.stops, self.waits.launch
         stopped = np.flatnonzero(stops.row >= 0)
         silent = np.flatnonzero(stops.row < 0)
@@ -137,17 +130,14 @@ class Replay:
         return calls, call_of, {(one, time): i for (one, time), i in zip(points.tolist(), at, strict=True)}
 
     def _lasts(self) -> set[tuple[int, int]]:
-        """When each host thread is through. The profiler's own notes (a launch's wait for room in the queue, say) lie
-        on no thread of the program.
-        """
+        """When each host thread is through. The profiler's own notes lie on no thread of the program."""
         trace = self.trace
         rows = np.flatnonzero(trace.is_host & (trace.kind != Kind.OVERHEAD))
         return {(t, int(trace.end[rows[mine]].max())) for t, mine in in_groups(trace.column("thread")[rows])}
 
     def _gaps(self) -> None:
         """Host time between the calls of each thread: `gap`, `loading` of it in data loading, `kept` of it where
-        launches cost nothing. A call inside another counts from where that one ends.
-        """
+        launches cost nothing. A call inside another counts from where that one ends."""
         calls, trace, low = self.calls, self.trace, self.trace.span[0]
         uploads = trace.named(_UPLOAD.search, trace.device_rows)
         feeds = np.zeros(len(calls.start), dtype=bool)
@@ -229,9 +219,8 @@ class Replay:
         return [int(lane[at]) for lane, at in ended if at >= 0]
 
     def _order(self) -> list[tuple[int, int]]:
-        """What happens, in the order in which it happened: the sort of event, and which call or piece of work.
-        When work begins is known as soon as it and what it comes after are launched.
-        """
+        """What happens, in its order: the sort of event, and which call or piece of work. When work begins is known as
+        soon as it and what it comes after are launched."""
         calls, stops = self.calls, self.stops
         # A call that waits for nothing needs no second place in the order, for its end.
         waits = np.flatnonzero((calls.stop >= 0) | (calls.bound >= 0))
@@ -340,9 +329,7 @@ class Replay:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """What came out of one run, ns from the trace's start: when each call returned, each piece of device work was
-    done.
-    """
+    """What came out of one run, ns from the trace's start: when each call returned, each piece of work was done."""
 
     replay: Replay
     left: list[float]
@@ -351,8 +338,7 @@ class Run:
 
     def _by_end(self, thread: int) -> tuple[Ints, np.ndarray]:
         """Ends in the trace in order, and when all work up to each was done in this run: of work that the thread and
-        those of its backward launched, or of all work (-1).
-        """
+        those of its backward launched, or of all work (-1)."""
         if thread in self.ends:
             return self.ends[thread]
         replay = self.replay
@@ -367,9 +353,8 @@ class Run:
         return self.ends[thread]
 
     def settled(self, time: int, thread: int = -1) -> float:
-        """When everything is over that was over by `time` in the trace: a thread that marks it, with the device work of
-        its steps, or all threads and all work (-1).
-        """
+        """When all is over that was over by `time` in the trace: a thread that marks it, with the device work of its
+        steps, or all threads and all work (-1)."""
         marks = self.replay.mark
         if thread >= 0:
             times = self.replay.step_times

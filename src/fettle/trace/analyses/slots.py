@@ -101,9 +101,7 @@ def queues(trace: Trace) -> list[Queue]:
 
 
 def slot_waits(trace: Trace) -> tuple[Ints, Ints]:
-    """Rows of the launch calls that waited for a slot, and the work whose begin freed it (position in
-    `trace.device_rows`).
-    """
+    """Launch calls that waited for a slot, and the work (position in `trace.device_rows`) whose begin freed it."""
     nothing = np.zeros(0, dtype=np.int64)
     parts = [(q.calls[q.released >= 0], q.released[q.released >= 0]) for q in queues(trace)]
     calls, released = (np.concatenate(column) for column in zip((nothing, nothing), *parts, strict=True))
@@ -112,9 +110,7 @@ def slot_waits(trace: Trace) -> tuple[Ints, Ints]:
 
 @per_trace
 def doubtful_waits(trace: Trace) -> tuple[Ints, Ints]:
-    """Launch calls that look as if they had waited for a slot and that no queue explains, as there are too few of them
-    or they left no plateau: as `slot_waits`.
-    """
+    """As `slot_waits`: calls that look like it and that no queue explains, as they are too few or left no plateau."""
     launch = launch_rows(trace)
     work, known = np.flatnonzero(launch >= 0), slot_waits(trace)[0]
     rows = trace.device_rows[work]
@@ -133,9 +129,8 @@ def doubtful_waits(trace: Trace) -> tuple[Ints, Ints]:
 
 @per_trace
 def shallow_queues(trace: Trace) -> list[Queue]:
-    """The queues of streams that were never full, if they were no deeper than the longest of a device was: the least
-    that a depth which does not show may be. None where that one was long. A graph is one entry.
-    """
+    """The queues of streams that were never full, if they were no deeper than a device's longest was: the least that a
+    depth which does not show may be. None where that one was long. A graph is one entry."""
     full, launch = queues(trace), launch_rows(trace)
     work = np.flatnonzero(launch >= 0)
     work = work[np.sort(np.unique(launch[work], return_index=True)[1])]
@@ -167,8 +162,7 @@ def waited_ns(trace: Trace, queue: Queue) -> int:
 
 def _queue(trace: Trace, work: Ints, calls: Ints, device: int, stream: int) -> Queue | None:
     """One stream's queue, or a whole device's, if it was ever full. A graph is as many entries as it has kernels, or
-    one that its first kernel frees, whichever explains more of the waiting.
-    """
+    one that its first kernel frees, whichever explains more of the waiting."""
     by_count = _counted(trace, work, calls, device, stream)
     if (np.diff(np.sort(calls)) > 0).all():
         return by_count
@@ -215,9 +209,7 @@ def _launches(trace: Trace, work: Ints, calls: Ints) -> _Launches:
 
 
 def _bound(one: _Launches, depth: int) -> tuple[Ints, Ints]:
-    """The work that has to have begun before each call can return from a queue of this depth, and when it did; -1:
-    none.
-    """
+    """The work that has to have begun before each call can return from a queue of this depth, and when; -1: none."""
     at = np.maximum(one.launched - 1 - depth, -1)
     return np.append(one.order, -1)[at], np.append(one.begins, -1)[at]
 
@@ -236,8 +228,7 @@ def _at_longest(one: _Launches) -> Bools:
     duration, full = one.end - one.start, max(int(one.length[one.plain].max(initial=0)), 2)
     others = one.plain & ~one.freed
     most = float(np.percentile(duration[others], 90)) if others.any() else np.inf
-    longest: Bools = one.plain & (one.length >= full) & (duration > most)
-    return longest
+    return one.plain & (one.length >= full) & (duration > most)
 
 
 def _depth(one: _Launches) -> tuple[int, Bools] | None:

@@ -25,9 +25,8 @@ from fettle.trace.model import Trace
 
 
 def events_frame(trace: Trace) -> pl.DataFrame:
-    """All events with their text: rank, row, ts_ns, dur_ns, name, kind, process, thread, device, stream, correlation,
-    shapes.
-    """
+    """All events with their text: rank, row, ts_ns, dur_ns, name, kind, process, thread, device, stream, correlation
+    and shapes."""
     kinds = pl.Series([k.name.lower() for k in Kind], dtype=pl.String())
     process = pl.Series([p for p, _ in trace.threads], dtype=pl.String())
     thread = pl.Series([t for _, t in trace.threads], dtype=pl.String())

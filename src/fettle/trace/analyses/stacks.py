@@ -149,9 +149,8 @@ def _begin_after_entering(trace: Trace, rows: Ints) -> tuple[Ints, Ints]:
 
 
 def _begin_after_rounding(trace: Trace, rows: Ints) -> tuple[Ints, Ints]:
-    """Events that seem to begin in one that ends right then, as both ends were rounded, and when that ends: they come
-    after it, where nesting would cut nearly all of them.
-    """
+    """Events that seem to begin in one that ends right then, as both ends were rounded, and when it ends: they come
+    after it, where nesting would cut nearly all of them."""
     start, end, thread = trace.ts[rows], trace.end[rows], trace.column("thread")[rows]
     begin = start.copy()
     for back in (1, 2, 3):  # the event before, or what that lies in; from behind a range that begins then as well, too

@@ -176,9 +176,8 @@ def _recorded_streams(trace: Trace) -> dict[int, int]:
 
 
 def _hand_overs(trace: Trace) -> list[tuple[int, ...]]:
-    """Silence on one of the threads that share the step's work, while another of them works. Without operators nothing
-    says which those are: then, of those that launch work, what is before a thread's first call.
-    """
+    """Silence on one of the threads that share the step's work, while another of them works. Without operators these
+    are all that launch work, and what is before a thread's first call is silence."""
     stacks, thread_of = host_stacks(trace), trace.column("thread")
     has_operators = bool((trace.kind == Kind.OPERATOR).any())
     sharing = autograd_threads(trace) if has_operators else np.unique(thread_of[launched_work(trace)[1]]).tolist()

@@ -93,8 +93,7 @@ class Waits:
 
     def source(self) -> Ints:
         """The work that held each piece; -1 where it was a launch, or nothing."""
-        held: Ints = np.select([self.held == Held.STREAM, self.held == Held.EVENT], [self.previous, self.event], -1)
-        return held
+        return np.select([self.held == Held.STREAM, self.held == Held.EVENT], [self.previous, self.event], -1)
 
 
 @per_trace
@@ -106,8 +105,7 @@ def device_waits(trace: Trace) -> Waits:
     linked, at = launch >= 0, np.maximum(launch, 0)
 
     def ended_of(work: Ints) -> Ints:
-        ended: Ints = np.where(work >= 0, np.minimum(end[np.maximum(work, 0)], start), -1)
-        return ended
+        return np.where(work >= 0, np.minimum(end[np.maximum(work, 0)], start), -1)
 
     called = np.where(linked, np.minimum(trace.ts[at], start), -1)
     arrived = np.where(linked, np.minimum(trace.end[at], start), -1)
@@ -161,8 +159,7 @@ class _Reason:
 @dataclass(frozen=True)
 class _Usual:
     """What passes between one sort of reason and the begin, ns: the shortest, the longest that may be usual, and from
-    when on work is late; `known` where that was read from work with no other reason.
-    """
+    when on work is late; `known` where that was read from work with no other reason."""
 
     low: float
     high: float
@@ -171,9 +168,7 @@ class _Usual:
 
 
 def _after_others(start: Ints, end: Ints, key: Ints, arrived: Ints) -> Bools:
-    """Whether work of another stream ended right before, after the launch: a wait for it that the trace does not show,
-    or chance.
-    """
+    """Whether work of another stream ended right before, after the launch: a wait that does not show, or chance."""
     by_end = np.argsort(end, kind="stable")
     at = np.searchsorted(end[by_end], start, side="right") - 1
     last = by_end[np.maximum(at, 0)]
@@ -217,9 +212,7 @@ def _until_begin(passed: Ints, calls: Ints, inside: Bools, idle: Bools) -> npt.N
 
 
 def _range(passed: Ints, alone: Bools, there: Bools, most: int) -> _Usual:
-    """The shortest and the longest usual time, of those below `most` that had no other reason; else the shortest of
-    all.
-    """
+    """The shortest and the longest usual time, of those below `most` with no other reason; else the shortest of all."""
     alone = alone & (passed <= most)
     if alone.sum() < FEWEST:
         shortest = float(min(passed[there].min(initial=most), most))
@@ -235,8 +228,7 @@ def _last_reason(
     start: Ints, reasons: dict[Held, _Reason], usual: dict[Held, _Usual]
 ) -> tuple[npt.NDArray[np.uint8], Ints, npt.NDArray[np.uint8], Ints]:
     """Which reason held each piece last, and until when: of those after which it begins within the usual time the one
-    that leaves the least unexplained, else of all. Then the next best of the former, its rival, likewise.
-    """
+    that leaves the least unexplained, else of all. Then the next best of the former, its rival, likewise."""
     sorts = np.array([*reasons, Held.NOTHING], dtype=np.uint8)
     since = np.array([*(reason.since for reason in reasons.values()), start])
     there = np.array([reason.there for reason in reasons.values()])
@@ -254,9 +246,7 @@ def _last_reason(
 
 
 def _along_streams(key: Ints, order: Ints, called: Ints) -> tuple[Ints, Ints]:
-    """For each piece, the work before it on its stream, and when the first launch came of it and what is behind it
-    there; -1 where there is none.
-    """
+    """For each piece the work before it on its stream, and the first launch of it and what follows; -1 for none."""
     far = np.iinfo(np.int64).max
     previous, by_then = np.full(len(key), -1, dtype=np.int64), np.where(called >= 0, called, far)
     for mine in np.split(order, np.flatnonzero(np.diff(key[order])) + 1):
@@ -296,9 +286,8 @@ def _recorded_events(trace: Trace, rows: Ints, key: Ints) -> tuple[Ints, Bools]:
 
 
 def _asked_to_wait(trace: Trace, launch: Ints) -> Bools:
-    """Whether the host made a stream wait for an event right before it launched this work. Which stream is not in the
-    trace: taken for the one that the thread launches on next. Where there are sync events, they know better.
-    """
+    """Whether the host made a stream, taken for the one that the thread launches on next, wait for an event right
+    before it launched this work. Where there are sync events, they know better."""
     answer = np.zeros(len(launch), dtype=bool)
     calls = np.flatnonzero((trace.kind == Kind.RUNTIME) & trace.named(lambda name: "StreamWaitEvent" in name))
     if not len(calls) or any("Wait" in sync for sync in trace.side["syncs"]["sync"]):
@@ -315,18 +304,14 @@ def _asked_to_wait(trace: Trace, launch: Ints) -> Bools:
 
 
 def _launchers(trace: Trace, launch: Ints) -> Ints:
-    """Who launched each piece of work: a thread, where the main thread and those of its backward count as one; -1 where
-    nobody knows.
-    """
+    """The thread that launched each piece of work, those of the backward as the main one; -1 where nobody knows."""
     thread = trace.column("thread")[np.maximum(launch, 0)].astype(np.int64)
     thread[np.isin(thread, autograd_threads(trace))] = main_thread(trace)
     return np.where(launch >= 0, thread, -1)
 
 
 def _asked_events(start: Ints, end: Ints, key: Ints, called: Ints, by: Ints, event: Ints, asked: Bools) -> Ints:
-    """Where a wait was asked for and nobody says for what: the work that the same thread launched last on another
-    stream, if it was done by then.
-    """
+    """Where a wait was asked for and nobody says for what: the thread's last work on another stream, if it was done."""
     for _, by_call in in_groups(by):
         by_call = by_call[np.argsort(called[by_call], kind="stable")]
         changes = np.flatnonzero(key[by_call[1:]] != key[by_call[:-1]])  # the last of each run on one stream
@@ -349,9 +334,8 @@ def _guessed_events(
     by: Ints,
     late_ns: float,
 ) -> Ints:
-    """For work that begins later than usual after its stream, launch and known event: the work that ended last before
-    it, if on another stream, where the host asked for a wait, or where it ended right before.
-    """
+    """For work that begins later than usual after all known reasons: the work that ended last before it, if on another
+    stream, where the host asked for a wait, or where it ended right before."""
     by_end = np.argsort(end, kind="stable")
     ends = end[by_end]
     known = np.maximum(since, np.where(event >= 0, end[np.maximum(event, 0)], 0))
@@ -388,9 +372,8 @@ def _causes(
 
 @per_trace
 def blocking_calls(trace: Trace) -> tuple[Ints, Ints, Ints]:
-    """Disjoint stretches in order in which some thread was in a call that blocks: start, end, row of the call. They are
-    the cause of what would be `queued_unknown` meanwhile.
-    """
+    """Disjoint stretches in which some thread was in a call that blocks: start, end, row of the call. They cause what
+    would be `queued_unknown` meanwhile."""
     cause = host_stacks(trace).cause == CAUSES_OF_HOST.index("blocking_call")
     calls = np.flatnonzero((trace.kind == Kind.RUNTIME) & cause)
     start, end, which = in_turn(trace.ts[calls], trace.end[calls])

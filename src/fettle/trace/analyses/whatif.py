@@ -39,8 +39,7 @@ TRUSTED_ERROR = 0.05
 @dataclass(frozen=True)
 class WhatIf:
     """The answer to one question, ns: measured wall time, estimate, and bounds; `replay_error` is the unchanged
-    replay's, as a share of the wall time; `unknown` what else the trace does not say, if anything.
-    """
+    replay's, as a share of the wall time; `unknown` what else the trace does not say, if anything."""
 
     change: str
     wall_ns: int
@@ -133,9 +132,7 @@ def what_if(
 
 
 def _queue_unknown(trace: Trace, run: Run, scale: np.ndarray | None, wall: int) -> bool:
-    """Whether launch calls may have waited for a slot and no depth shows it, or more is queued in a run than ever was
-    in the trace.
-    """
+    """Whether launch calls may have waited for a slot and no depth shows it, or a run queues more than ever was."""
     calls, _ = doubtful_waits(trace)
     if trace.dur[calls].sum() > TRUSTED_ERROR * wall:
         return True
@@ -144,8 +141,7 @@ def _queue_unknown(trace: Trace, run: Run, scale: np.ndarray | None, wall: int) 
 
 def stays_with_steps(trace: Trace, path: CriticalPath) -> bool:
     """Whether the path stays with the main thread and its backward: a synchronise need not wait for what another thread
-    launches later than it begins.
-    """
+    launches later than it begins."""
     mine = {f"thread {thread}" for thread in (-1, main_thread(trace), *autograd_threads(trace))}
     places = path.pieces["place"].unique().to_list()
     return all(place in mine or place.startswith("device") for place in places)
@@ -214,9 +210,7 @@ def _usual_run(trace: Trace) -> Run:
 
 
 def replay_error(trace: Trace, low: int, high: int) -> float:
-    """How far the replay with usual waits is from the trace, as a share of a window: of all of it, or the median
-    step's where that is further off.
-    """
+    """How far off the replay with usual waits is, as a share of a window, or of the median step where that is more."""
     run = _usual_run(trace)
     whole = _length(trace, run, low, high) / max(high - low, 1) - 1
     frame = steps(trace)

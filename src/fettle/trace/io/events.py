@@ -9,9 +9,8 @@ import msgspec
 
 
 class Args(msgspec.Struct, gc=False):
-    """The arguments that we keep. Rare ones are `Any`: they cost nothing where they are absent. Numbers that are not
-    there are -1, so that a column of them is an array at once.
-    """
+    """The arguments that we keep. Rare ones are `Any`: absent they cost nothing. Numbers that are not there are -1, so
+    that a column of them is an array at once."""
 
     stream: int | str | float | None = None
     device: int | str | None = None

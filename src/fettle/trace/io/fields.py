@@ -26,9 +26,7 @@ def to_array(values: list[Any]) -> npt.NDArray[np.float64]:
 
 
 def to_ns(values: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Microseconds to nanoseconds, exactly, and which values are not a time (not finite, or beyond 104 days since 1970
-    x 10).
-    """
+    """Microseconds to nanoseconds, exactly, and which values are not a time: not finite, or beyond 9e15."""
     bad = ~np.isfinite(values) | (np.abs(values) > 9e15)
     safe = np.where(bad, 0.0, values)
     whole = np.floor(safe)

@@ -99,8 +99,7 @@ def _claims(folder: Path, count: int) -> Iterator[int]:
 def _fetch(folder: Path, i: int) -> Columns | None:
     """What a helper left of a span; None where it did not finish. The folder is this process's own."""
     left = folder / f"{i}.part"
-    part: Columns | None = pickle.loads(left.read_bytes()) if left.exists() else None
-    return part
+    return pickle.loads(left.read_bytes()) if left.exists() else None
 
 
 def _decode(plan: dict[str, Any], i: int) -> Columns:
@@ -115,9 +114,7 @@ def _decode(plan: dict[str, Any], i: int) -> Columns:
 
 
 def _event_start(text: bytes, boundary: re.Pattern[bytes]) -> int | None:
-    """Where an event starts in a piece of the file: a boundary behind which an event can be read, not a part of its
-    arguments.
-    """
+    """Where an event starts in a piece of the file: a boundary behind which an event can be read."""
     decoder = json.JSONDecoder(strict=False)
     for match in itertools.islice(boundary.finditer(text), 1000):
         try:

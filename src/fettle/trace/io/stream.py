@@ -103,9 +103,8 @@ def feed(
     max_events: int,
     to_the_end: bool = True,
 ) -> None:
-    """Feed the events of `text` and of what follows it to `columns`, and the text after the event array. A part of the
-    file that is not read `to_the_end` has none where the array does not end in it.
-    """
+    """Feed the events of `text` and of what follows it to `columns`; the text after the event array, which a part that
+    is not read `to_the_end` may lack."""
     unread: list[bytes] = []
     for number, (chunk, last) in enumerate(chunks(source, text, boundary, unread)):
         if number % 16 == 15 and granted_memory_bytes() < SPARE_BYTES + columns.rows * 16:

@@ -1,6 +1,4 @@
-"""Write the trace again with what was found, for Perfetto or chrome://tracing: counters, and the critical path as
-tracks.
-"""
+"""Write the trace again with what was found, for Perfetto or chrome://tracing: counters, and the critical path."""
 
 from __future__ import annotations
 
@@ -22,8 +20,8 @@ MAX_POINTS = 1_000_000
 
 
 def augment(trace: Trace, target: Path, *, path: CriticalPath | None = None) -> int:
-    """Copy the trace to `target` (JSON) with counters of queue length and copy bandwidth, and the critical path if
-    given.
+    """Copy the trace to `target` (JSON) with counters of queue length and copy bandwidth, and the critical path, if
+    any.
 
     Returns the number of added events. The source is copied as it is, byte for byte, around the added events.
 

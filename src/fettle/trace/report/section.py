@@ -39,9 +39,7 @@ class Section:
         return some[:most]
 
     def table(self, caption: str, frame: pl.DataFrame, rows: int = 15, keep: str = "") -> None:
-        """A table of the first rows; columns that say nothing (one value that is null, empty or the only rank) go,
-        save `keep`.
-        """
+        """A table of the first rows, without the columns that say nothing (see `_says_nothing`), save `keep`."""
         if not frame.height:
             return
         frame = frame.select([c for c in frame.columns if c == keep or not _says_nothing(frame[c], c)])

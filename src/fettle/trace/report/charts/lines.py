@@ -43,8 +43,7 @@ def thin_steps(frame: pl.DataFrame, value: str, series: str) -> pl.DataFrame:
 
 def blocks(frame: pl.DataFrame, unit: str) -> Any:
     """Blocks in rows, as in a timeline or a flame graph: columns row, name, start, end, kind, and titles of groups of
-    rows as blocks of kind `title`.
-    """
+    rows as blocks of kind `title`."""
     frame = frame.with_columns(words("kind"), length=pl.col("end") - pl.col("start"))
     real, titles = frame.filter(pl.col("kind") != "title"), frame.filter(pl.col("kind") == "title")
     rows = pl.concat([real["row"], titles["row"]]).unique().sort().to_list()
