@@ -76,7 +76,7 @@ def compiled(call: Any, options: Any, guarded: bool) -> Any:
     if guarded:
         return torch.compile(call, fullgraph=True, backend=backend)
     none: Any = {"guard_filter_fn": lambda guards: [False] * len(guards)}
-    whole = torch.compile(call, fullgraph=True, dynamic=False, backend=backend, options=none)
+    whole: Any = torch.compile(call, fullgraph=True, dynamic=False, backend=backend, options=none)
     places: list[Any] = []  # of the arguments' tensors among those of the graph
 
     def step(*given: Any) -> Any:
