@@ -265,9 +265,8 @@ def block_products() -> Any:
           for (auto& one : found[r]) one = BITS == 8 ? begin8(sums[r * blocks + b]) : same(0);
         for (int k = 0; k < BITS; ++k) {
           Ints weight[STRIPES];
-          const uint8_t* here = weights + (b * BITS + k) * 64;
-          if (ROWS == 1) _mm_prefetch(reinterpret_cast<const char*>(here + 8192), _MM_HINT_T1);  // waits for memory
-          for (int s = 0; s < STRIPES; ++s) weight[s] = bytes64(here + s * stripe);
+          if (ROWS == 1) _mm_prefetch(weights + (b * BITS + k) * 64 + 8192, _MM_HINT_T1);  // one row waits for memory
+          for (int s = 0; s < STRIPES; ++s) weight[s] = bytes64(weights + s * stripe + (b * BITS + k) * 64);
           for (int r = 0; r < ROWS; ++r) {
             const int8_t* own = values + (r * blocks + b) * BLOCK + 4 * k;
             const Ints before = four(own), after = BITS == 4 ? four(own + BLOCK / 2) : before;

@@ -207,6 +207,10 @@ class Technique:
         where it can."""
         return ""
 
+    def tune_without(self, levels: str = "") -> str:
+        """The advice that such a phrase ends with: its default, or these levels."""
+        return f"Tune without it: fettle tune TARGET --technique {self.name}={levels or self.default}"
+
     # -- what a search tries -----------------------------------------------------------------------------------------
 
     def level_cost(self, level: str) -> int:

@@ -33,10 +33,8 @@ class Algebra(Technique):
         return ""
 
     def unpackaged(self, level: str, recipe: Recipe) -> str:
-        return (
-            "it writes the sizes of one batch into the graph, and a package takes any number of rows. Tune without it: "
-            f"fettle tune TARGET --technique algebra={self.default}"
-        )
+        why = "it writes the sizes of one batch into the graph, and a package takes any number of rows."
+        return f"{why} {self.tune_without()}"
 
     def bundles(self, facts: Facts) -> list[Bundle]:
         if not facts.uneven_sdpa:

@@ -126,12 +126,8 @@ class Attention(Technique):
         return ""
 
     def unpackaged(self, level: str, recipe: Recipe) -> str:
-        if level != "windowed":
-            return ""
-        return (
-            "a stored model is a graph, which cannot look up what a mask shows. Tune without it: "
-            f"fettle tune TARGET --technique {self.name}={self.default}"
-        )
+        why = f"a stored model is a graph, which cannot look up what a mask shows. {self.tune_without()}"
+        return why if level == "windowed" else ""
 
     def bundles(self, facts: Facts) -> list[Bundle]:
         return [Bundle(50, {"attention": "windowed"})] if facts.has_window else []

@@ -231,10 +231,8 @@ class Quantize(Technique):
     def unpackaged(self, level: str, recipe: Recipe) -> str:
         if level == "int8-static":
             return ""
-        return (
-            "it replaces the model's own layers, and an exported model has none. Tune without it: "
-            f"fettle tune TARGET --technique quantize=int8-static, or quantize={self.default}"
-        )
+        instead = f"{self.tune_without('int8-static')}, or {self.name}={self.default}"
+        return f"it replaces the model's own layers, and an exported model has none. {instead}"
 
     def bundles(self, facts: Facts) -> list[Bundle]:
         if facts.device == "cuda":

@@ -221,12 +221,8 @@ class Runtime(Technique):
         return ""
 
     def unpackaged(self, level: str, recipe: Recipe) -> str:
-        if level != STATEFUL:
-            return ""
-        return (
-            "its model keeps keys and values between calls, which a stored one may not. Tune without it: "
-            f"fettle tune TARGET --technique runtime={self.default}"
-        )
+        why = f"its model keeps keys and values between calls, which a stored one may not. {self.tune_without()}"
+        return why if level == STATEFUL else ""
 
     def kind(self, level: str) -> str:
         return level.partition("-")[0]

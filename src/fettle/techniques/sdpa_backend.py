@@ -99,12 +99,8 @@ class SdpaBackend(Technique):
         return ""
 
     def unpackaged(self, level: str, recipe: Recipe) -> str:
-        if level != "xformers":
-            return ""
-        return (
-            "an exported model has torch's own attention. Tune without it: "
-            f"fettle tune TARGET --technique {self.name}=auto,flash,efficient"
-        )
+        why = f"an exported model has torch's own attention. {self.tune_without('auto,flash,efficient')}"
+        return why if level == "xformers" else ""
 
     def packages_of(self, level: str) -> Sequence[str]:
         return self.packages if level == "xformers" else ()

@@ -105,10 +105,7 @@ class TransformerEngine(Technique):
         return f"{others[0]}={recipe.levels[others[0]]} is for torch's own linear layers" if others else ""
 
     def unpackaged(self, level: str, recipe: Recipe) -> str:
-        return (
-            "an exported model has no layers of TransformerEngine. Tune without it: "
-            f"fettle tune TARGET --technique {self.name}={self.default}"
-        )
+        return f"an exported model has no layers of TransformerEngine. {self.tune_without()}"
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         layers = Code(
