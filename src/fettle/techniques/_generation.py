@@ -68,7 +68,8 @@ def _takes_whole_mask(model: Any) -> bool:
     """Whether a model takes a mask that has for each token what it sees: one with ALiBi makes its own of 0 and 1."""
     with contextlib.suppress(Exception), torch.no_grad():
         tokens = torch.ones(1, 2, dtype=torch.long, device=model.device)
-        model(input_ids=tokens, attention_mask=torch.zeros(1, 1, 2, 2, dtype=model.dtype, device=model.device))
+        mask = torch.zeros(1, 1, 2, 2, dtype=model.dtype, device=model.device)
+        model(input_ids=tokens, attention_mask=mask, position_ids=tokens.cumsum(1) - 1)
         return True
     return False
 
