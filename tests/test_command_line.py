@@ -28,6 +28,15 @@ def test_the_versions(run_fettle) -> None:
     assert versions["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
 
 
+def test_a_library_that_finds_no_memory_is_one_line(run_fettle, monkeypatch) -> None:
+    said = ImportError("Original error was: libopenblas.so: failed to map segment from shared object")
+    for error in (said, MemoryError()):
+        monkeypatch.setattr(fettle.cli, "build", lambda error=error: lambda **_: (_ for _ in ()).throw(error))
+        answer = run_fettle("doctor")
+        assert (answer.code, answer.err.count("\n")) == (2, 1)
+        assert answer.err.startswith("fettle: out of memory")
+
+
 def test_the_first_page_of_help_names_the_commands_and_imports_none_of_them() -> None:
     code = """
 import sys

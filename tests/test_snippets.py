@@ -35,7 +35,7 @@ def test_a_slower_snippet_is_told_with_its_interval_and_names_stay_as_they_were(
 def test_equals_are_not_told_apart():
     found = compare({"a": "sleep(0.001)", "b": "sleep(0.001)"}, {"sleep": time.sleep}, seconds=0.1)
     assert found.rounds >= 3
-    assert found.lines()[1][3] == "cannot be told apart"
+    assert found.lines()[1][3] in ("same", "cannot tell")
 
 
 def test_names_and_bad_cells():

@@ -144,7 +144,7 @@ def outputs() -> tuple[Output, ...]:
         Output(
             "comparison", "`fettle bench --json`, `fettle check --json`",
             {
-                "workload": str, "goal": str, "under_load": bool, "machine": Machine, "interrupted": bool,
+                "name": str, "goal": str, "under_load": bool, "machine": Machine, "interrupted": bool,
                 "another_hour": Interval | None, "left_out": list[dict[str, str]], "trials": list[Trial],
             },
             {"Trial": {"verdict": str}},
@@ -152,7 +152,7 @@ def outputs() -> tuple[Output, ...]:
         Output(
             "gate", "`fettle bench --against REVISION --json`",
             {
-                "workload": str, "old": str, "new": str, "verdict": str, "reason": str, "judged": list[Judged],
+                "name": str, "old": str, "new": str, "verdict": str, "reason": str, "judged": list[Judged],
                 "settled_by": list[str], "notes": list[str], "seconds": float, "machine": Machine,
                 "trials": list[Trial],
             }, of=Gate,
@@ -163,7 +163,7 @@ def outputs() -> tuple[Output, ...]:
         Output(
             "diagnosis", "`fettle diagnose --json`",
             {
-                "subject": str, "verdict": str, "machine": str, "wall_s": float, "budget": dict[str, float],
+                "name": str, "verdict": str, "machine": str, "wall_s": float, "budget": dict[str, float],
                 "findings": list[Finding], "opportunities": list[Finding], "notes": list[str],
                 "recordings": list[Any],
             },

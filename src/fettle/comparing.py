@@ -255,7 +255,7 @@ def _learned(files: Sequence[RecipeFile]) -> dict[str, Any]:
 def comparison_json(comparison: Comparison) -> dict[str, Any]:
     """A comparison as plain data."""
     return {
-        "workload": comparison.name,
+        "name": comparison.name,
         "goal": comparison.goal,
         "under_load": comparison.under_load,
         "machine": plain(comparison.machine),

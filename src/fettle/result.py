@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from fettle.errors import UsageError
 from fettle.generate.quality import MAX_KL
-from fettle.measure import Interval, Trial
+from fettle.measure import Interval, Trial, verdict
 from fettle.recipe import Recipe
 from fettle.techniques import Facts, handed_on
 
@@ -338,7 +338,7 @@ class Outcome:
         assert self.winner is not None
         assert self.baseline is not None
         ratio = self.winner.speedup
-        if not (self.verdict == "faster" if self.goal in TIMES else ratio is not None and ratio.low > 1):
+        if not (self.verdict == "faster" if self.goal in TIMES else verdict(ratio, 0.0) == "faster"):
             return None
         rows = self.winner.samples / self.baseline.samples
         saved_s = (self.baseline.time_ms - self.winner.time_ms / rows) / 1e3

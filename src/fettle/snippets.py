@@ -23,7 +23,7 @@ from html import escape
 from typing import Any
 
 from fettle.errors import UsageError, refusing
-from fettle.measure import Interval, log_interval, ratio_interval
+from fettle.measure import Interval, log_interval, ratio_interval, verdict
 from fettle.measure._statistics import LOOKS
 from fettle.measure._watch import Surroundings
 from fettle.units import count_text, seconds_text
@@ -31,7 +31,7 @@ from fettle.units import count_text, seconds_text
 SLICE_S = 0.05
 """A snippet runs again and again for so long; one that takes longer is a slice of its own."""
 KNOWN = 0.01
-"""Half an interval's width at which nothing more is to be learned."""
+"""Half an interval's width at which nothing more is to be learned, and a difference that is none."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,8 @@ class Snippets:
         """Name, time, speed-up and verdict of each, as text."""
         rows = []
         for index, row in enumerate(self.rows):
-            low, high = row.speedup.low, row.speedup.high
-            verdict = "faster" if low > 1 else "slower" if high < 1 else "cannot be told apart"
-            shown = str(row.speedup) if math.isfinite(high) else "too few rounds"
-            rows.append((row.name, seconds_text(row.seconds), *(("", "as given") if index == 0 else (shown, verdict))))
+            told = (row.speedup.text, verdict(row.speedup, KNOWN)) if index else ("", "as given")
+            rows.append((row.name, seconds_text(row.seconds), *told))
         return rows
 
     def __str__(self) -> str:

@@ -64,10 +64,10 @@ def verify(
 def _verified(finding: Finding, trial: Trial, beside: str, without: Trial | None) -> Verified:
     recipe = str(trial.recipe)
     for needed in (trial, without):
-        if needed is not None and (not needed.ok or needed.speedup is None):
+        if needed is not None and not needed.ok:
             return Verified(finding, recipe, None, needed.reason, beside)
-    load = "" if trial.is_quiet else str(trial.load)
-    if without is None:
-        return Verified(finding, recipe, trial.speedup, load=load)
-    gain = ratio(without.speedup, trial.speedup)
-    return Verified(finding, recipe, gain, "", beside, without.speedup or ALONE, load)
+    load, before = "" if trial.is_quiet else str(trial.load), ALONE if without is None else without.speedup
+    gain = ratio(before, trial.speedup)
+    if before is None or gain is None or not gain.is_known:
+        return Verified(finding, recipe, None, "too few rounds: give a longer --budget", beside)
+    return Verified(finding, recipe, gain, "", beside, before, load)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from msgspec import structs
 
 from fettle.generate.speed import Generation
 from fettle.measure import _rounds, _watch
@@ -217,6 +218,15 @@ def test_where_the_system_allows_it_slices_go_before_the_others_work(monkeypatch
     assert set(machine.asked[1:]) == {(True, False)}
     assert all(one.ms == 10 for one in slices[1:] if one.round > 1)
     assert not machine.first
+
+
+def test_threads_of_a_slice_that_take_turns_on_one_core_tell_no_time(monkeypatch):
+    """Each waited half of the time, though others could not have the core: for the other one."""
+    ask = Worker.ask
+    monkeypatch.setattr(Worker, "ask", lambda self, *given: structs.replace(ask(self, *given), waits=1.0))
+    monkeypatch.setattr(Worker, "told", lambda self, apart, busy: 11e6)
+    _, slices = run(monkeypatch, lambda now: 1.0, may_go_first=True)
+    assert {one.best_ms for one in slices} == {None}
 
 
 def test_under_load_nothing_waits_and_time_elapsed_is_what_counts(monkeypatch):

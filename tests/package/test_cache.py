@@ -308,8 +308,10 @@ def test_a_compiled_step_stays_compiled(tmp_path, monkeypatch):
     assert libraries[0] == libraries[2]
 
 
-def test_keys_and_values_are_kept_whatever_attention_the_model_was_tuned_with(tmp_path):
-    manifest = packaged(tmp_path / "m", llama(), "attention=hf-eager grad=inference_mode").manifest
+@pytest.mark.parametrize(("given", "level"), [("sdpa", "hf-eager"), ("eager", "hf-sdpa")])
+def test_keys_and_values_are_kept_whatever_attention_the_model_was_tuned_with(tmp_path, given, level):
+    model = llama(attn_implementation=given)
+    manifest = packaged(tmp_path / "m", model, f"attention={level} grad=inference_mode").manifest
     assert "past" in [spec.name for spec in manifest.inputs]
     assert manifest.recipe == {"grad": "inference_mode"}
 
@@ -396,7 +398,7 @@ def test_a_mixture_of_experts_is_served_without_the_operator_of_transformers(tmp
     assert text == expected(model, PROMPTS[2], 12)
 
 
-@pytest.mark.parametrize("odd", ["chunks", "eager", "positions"])
+@pytest.mark.parametrize("odd", ["chunks", "capped", "positions"])
 def test_a_model_that_keeps_something_else_runs_the_whole_text(odd):
     if odd == "chunks":  # kept like windows, and seen otherwise
         config = transformers.Llama4TextConfig(
@@ -405,8 +407,8 @@ def test_a_model_that_keeps_something_else_runs_the_whole_text(odd):
             no_rope_layers=[1, 0], initializer_range=1.0, **SIZES,
         )  # fmt: skip
         model = transformers.Llama4ForCausalLM(config).eval()
-    elif odd == "eager":
-        model = llama(attn_implementation="eager")
+    elif odd == "capped":
+        model = capped(64)
     else:  # ALiBi: how far two tokens are apart is read off their places
         config = transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, **SIZES)
         model = transformers.BloomForCausalLM(config).eval()

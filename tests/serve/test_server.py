@@ -218,7 +218,7 @@ def asking(server):
             thread.join()
 
 
-def test_a_killed_worker_loses_no_request_silently(server):
+def test_a_killed_worker_loses_no_request_silently(server, caplog):
     pool = server.registry.choose("net")
     before = pool.workers[0].restarts
     with asking(server) as found:
@@ -228,6 +228,7 @@ def test_a_killed_worker_loses_no_request_silently(server):
         until(lambda: pool.ready and pool.workers[0].restarts > before)
         assert infer(server, [[1, 2, 3, 4]])[0] == 200
     assert set(found) <= {200, 500, 503}
+    assert "worker 0 of net was killed by SIGKILL, as the kernel does when memory runs out" in caplog.text
 
 
 def test_a_request_whose_time_is_over_is_not_computed(store):

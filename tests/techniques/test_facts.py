@@ -10,8 +10,7 @@ from torch import nn
 
 import fettle
 from fettle.recipe import Recipe
-from fettle.techniques import conflict, load, probe_facts, source, state_kept
-from fettle.techniques.compile import blocks_of
+from fettle.techniques import conflict, load, probe_facts, repeated_blocks, source, state_kept
 from fettle.workload import Workload
 
 
@@ -57,7 +56,11 @@ def test_finds_repeated_blocks():
     facts = probe_facts(Workload(nn.Sequential(*(Block() for _ in range(3))), [torch.rand(2, 4)]))
     assert [name.rpartition(".")[2] for name in facts.block_classes] == ["Block"]
     lists = nn.ModuleList(nn.ModuleList([nn.Linear(4, 4)]) for _ in range(3))  # a stage each, and nothing calls them
-    assert not blocks_of(lists)
+    assert not repeated_blocks(lists)
+    stages = nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(Block(), nn.Linear(4, 4)))
+    assert repeated_blocks(stages) == [stages[0][0], stages[0][1], stages[1][0]]
+    whole = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)))
+    assert repeated_blocks(whole) == list(whole)
 
 
 @pytest.mark.parametrize("model", [nn.Sequential(nn.Dropout(0.5)), nn.BatchNorm1d(4), Dropping()])

@@ -160,6 +160,10 @@ def main() -> None:
         if not message:  # no command: the help was printed instead
             sys.exit(2)
         _fail(message)
+    except (MemoryError, ImportError) as error:
+        if isinstance(error, ImportError) and "failed to map segment" not in str(error):
+            raise
+        _fail("out of memory, or of what ulimit -v lets a process have: allow it more")
     except OSError as error:
         if error.errno == errno.EIO and error.filename is None:  # the terminal has gone
             os._exit(_INTERRUPTED)

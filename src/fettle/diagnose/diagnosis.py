@@ -45,7 +45,8 @@ class Watching:
 class Diagnosis:
     """What was found, and where the time goes."""
 
-    subject: str
+    name: str
+    """Of the workload, or the path of the trace, the snapshot or the folder."""
     findings: Sequence[Finding]
     """Faults, the costliest first."""
     budget: Mapping[str, float] = field(default_factory=dict)
@@ -70,10 +71,8 @@ class Diagnosis:
     def verdict(self) -> str:
         """One sentence."""
         timed = [finding for finding in (*self.findings, *self.opportunities) if finding.bound > 0]
-        for first in (*timed, *self.findings):
+        for first in (*timed, *self.findings, *(one for one in self.opportunities if one.most)):
             return f"{first.says} Mending it could save {first.most}." if first.most else first.says
-        if self.opportunities:
-            return self.opportunities[0].says
         return "Nothing stands out: no rule found more than 3% of the time to be won."
 
     @property
@@ -134,7 +133,7 @@ def diagnose(
 def diagnosis_json(diagnosis: Diagnosis) -> dict[str, Any]:
     """As plain data; NaN becomes None."""
     data: dict[str, Any] = {
-        "subject": diagnosis.subject,
+        "name": diagnosis.name,
         "verdict": diagnosis.verdict,
         "machine": diagnosis.machine,
         "wall_s": plain(diagnosis.wall_s),

@@ -29,7 +29,7 @@ def page(diagnosis: Diagnosis, checked: Sequence[Verified] = (), command: str = 
     return shell.render(
         "fettle.diagnose",
         "diagnosis.html.j2",
-        f"Diagnosis: {diagnosis.subject}",
+        f"Diagnosis: {diagnosis.name}",
         d=diagnosis,
         parts=parts,
         roofs=roofs,

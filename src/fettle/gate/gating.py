@@ -96,7 +96,7 @@ def _sides(ground: Ground, against: str, against_python: str, stack: contextlib.
 def gate_json(result: Gate) -> dict[str, Any]:
     """A gate as plain data."""
     return {
-        "workload": result.name,
+        "name": result.name,
         "old": result.old,
         "new": result.new,
         "verdict": result.verdict,

@@ -58,9 +58,9 @@ def judge(what: str, change: Interval | None, limit: float, processes: int) -> J
     if change is None or not math.isfinite(change.estimate):
         return Judged(what, None, limit, "cannot tell", processes)
     estimate, low, high, most = (_log(x) for x in (change.estimate, change.low, change.high, 1 + limit))
-    if low > 0 and estimate > most:
+    if change.is_known and low > 0 and estimate > most:
         return Judged(what, change, limit, "worse", processes)
-    if high < most:
+    if change.is_known and high < most:
         return Judged(what, change, limit, "within", processes)
     # An estimate above the limit must be told from no change, one below it from the limit.
     distance, half = (estimate if estimate > most else most - estimate), (high - low) / 2
@@ -94,9 +94,9 @@ def overall(judged: Sequence[Judged]) -> Verdict:
 
 def percent(change: Interval | None) -> str:
     """``+3.1% [+2.2, +4.0]``."""
-    if change is None:
-        return "not measured"
-    low, high = (f"{100 * (end - 1):+.1f}" if math.isfinite(end) else "?" for end in (change.low, change.high))
+    if change is None or not change.is_known:
+        return "not measured" if change is None else change.text
+    low, high = (f"{100 * (end - 1):+.1f}" for end in (change.low, change.high))
     return f"{100 * (change.estimate - 1):+.1f}% [{low}, {high}]"
 
 

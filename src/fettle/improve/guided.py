@@ -5,7 +5,6 @@ measure -> diagnose -> input pipeline -> tune -> verify -> package
 
 from __future__ import annotations
 
-import math
 import re
 import shutil
 import time
@@ -27,7 +26,7 @@ from fettle.inputs.kept import content_hash
 from fettle.inputs.report import write_report as write_pipeline
 from fettle.journal import Journal
 from fettle.machine import this_machine
-from fettle.measure import Interval, Surroundings, Worker, WorkerError, messages
+from fettle.measure import Surroundings, Worker, WorkerError, messages
 from fettle.package.export import write_package
 from fettle.recipe_file import load_recipe
 from fettle.report import Result, interval, save, verdict
@@ -276,7 +275,6 @@ def _data(run: _Run, results: Mapping[str, Any]) -> Step:
     return Step(
         name="data", status="failed" if pipeline.raises else "done", says=pipeline.verdict, lines=lines,
         files=["data.html"],
-        speedup=Interval(pipeline.gain, 0.0, math.inf) if better else None,
         results={"loop": _loop(pipeline)} if pipeline.step_s and pipeline.best.slices else {},
         passes_on=f"to your loop: {pipeline.best.setting.arguments}" if better else "",
     )  # fmt: skip
@@ -311,14 +309,16 @@ def _tune(run: _Run, results: Mapping[str, Any]) -> Step:
     winner = result.winner
     changed = winner is not None and bool(winner.recipe.levels)
     lines = list(result.notes)
-    if changed and "loop" in results and winner is not None and winner.speedup is not None:
-        most = _through(results["loop"], winner.speedup.estimate)
-        if most < _LETS_THROUGH * winner.speedup.estimate:
+    speedup = winner.speedup if winner is not None and winner.recipe.levels else None
+    if speedup is not None and not speedup.is_known:
+        speedup = None
+    if "loop" in results and speedup is not None:
+        most = _through(results["loop"], speedup.estimate)
+        if most < _LETS_THROUGH * speedup.estimate:
             lines.append(f"the loop that was measured with its loader gains {most:.2f}x of it at most: data is late")
     return Step(
         name="tune", says=verdict(result), lines=lines, files=[f"tune/{path.name}" for path in paths],
-        speedup=winner.speedup if winner is not None and changed else None,
-        results={"recipe": str(result.recipe)} if changed else {},
+        speedup=speedup, results={"recipe": str(result.recipe)} if changed else {},
         passes_on=f"to verify and package: {result.recipe}" if changed else "",
     )  # fmt: skip
 
@@ -334,8 +334,9 @@ def _verify(run: _Run, results: Mapping[str, Any]) -> Step:
     trial = compared.trials[1]
     if trial.status != "measured":
         return Step(name="verify", status="failed", says=f"{trial.recipe} is {trial.status}: {trial.reason}")
-    kept = trial.is_compared and compared.verdicts[1] != "slower"
-    pace = f"is {interval(trial.speedup)} as fast as given" if trial.is_compared else (
+    known = trial.speedup is not None and trial.speedup.is_known
+    kept = known and compared.verdicts[1] != "slower"
+    pace = f"is {interval(trial.speedup)} as fast as given" if known else (
         "could not be compared with the workload as given, as others had too much of the machine"
     )  # fmt: skip
     says = f"{trial.recipe} {pace}, with {trial.accuracy.distance or 'answers that were not compared'}."

@@ -24,7 +24,7 @@ class Step:
     lines: Sequence[str] = ()
     """What more there is to say."""
     speedup: Interval | None = None
-    """What it brought over the workload as given; of the input pipeline over the loader as given."""
+    """What it brought over the workload as given, where that is known."""
     passes_on: str = ""
     """What it hands to the steps after it, for people."""
     results: Mapping[str, Any] = field(default_factory=dict)

@@ -27,6 +27,10 @@ LITTLE_WAITING = 0.2
 """Seconds a second that threads of a slice that goes first may wait: elapsed time is nearer to a call's own than what
 is left of it then, as threads that spin at a barrier wait as well (docs/measuring.md)."""
 
+_TAKING_TURNS = 0.9
+"""Seconds a second that threads of a slice that goes first wait where two of them share a core: for each other, each at
+every barrier until the other has spun for its whole turn. What is left of the time then is none of the call's."""
+
 
 @dataclass
 class Rounds:
@@ -136,6 +140,8 @@ class Rounds:
             unhindered = math.nan  # its threads may have shared a core: see `_waits.one_core_each`
         if first and load.waits <= LITTLE_WAITING:
             unhindered = statistics.median(answer.samples_ns)
+        elif first and load.waits > _TAKING_TURNS and not load.is_quota:
+            unhindered = math.nan
         runner.samples_ns += answer.samples_ns
         runner.texts += answer.texts
         runner.slices.append(

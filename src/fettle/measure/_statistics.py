@@ -226,7 +226,7 @@ def verdict(speedup: Interval | None, indifference: float) -> str:
 
     Faster and slower are claimed where the interval excludes 1 and the estimate itself is no longer indifferent.
     """
-    if speedup is None or math.isnan(speedup.estimate):
+    if speedup is None or not speedup.is_known:
         return "cannot tell"
     if 1 / (1 + indifference) <= speedup.low and speedup.high <= 1 + indifference:
         return "same"

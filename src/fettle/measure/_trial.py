@@ -34,6 +34,17 @@ class Interval:
     low: float
     high: float
 
+    @property
+    def is_known(self) -> bool:
+        """Whether a ratio is known to within ten times: of two or three rounds an interval can reach from nothing to
+        thousands, and then no figure is shown of it and nothing claimed."""
+        return 0 < self.high <= 10 * self.low
+
+    @property
+    def text(self) -> str:
+        """What is shown of a race's ratio: ``9.91x [9.60, 10.22]``, or ``too few rounds``."""
+        return str(self) if self.is_known else "too few rounds"
+
     def __str__(self) -> str:
         return f"{self.estimate:.2f}x [{self.low:.2f}, {self.high:.2f}]"
 

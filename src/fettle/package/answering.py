@@ -12,6 +12,7 @@ import torch
 
 from fettle.errors import UsageError
 from fettle.package.handlers.parts import CROSSED, FRESH, LAST, LOGITS, PAST, READ, SEEN, SOURCE, SOURCE_MASK
+from fettle.techniques import hf_attention, is_transformers
 from fettle.workload import Workload, leaves
 
 _ROUNDED = 0.1
@@ -165,13 +166,9 @@ def _cached(model: Any, ids: torch.Tensor) -> Workload | None:
     return Workload(step, batches, samples=len(ids)) if all(agree(*pair, step.dtype) for pair in pairs) else None
 
 
-def attends_by_sdpa(model: object) -> bool:
-    """Whether it is a model of transformers that looks up its attention by this name."""
-    try:
-        from transformers import PreTrainedModel
-    except ImportError:
-        return False
-    return isinstance(model, PreTrainedModel) and model.config._attn_implementation == "sdpa"
+def attends_by_sdpa(model: torch.nn.Module) -> bool:
+    """Whether it is a model of transformers that attends by SDPA, or can be switched to it."""
+    return is_transformers(model) and "sdpa" in hf_attention(model, "cpu")
 
 
 def agree(scores: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool:

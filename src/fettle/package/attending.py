@@ -58,7 +58,8 @@ def fresh_of(layers: Iterable[Any]) -> torch.Tensor:
 
 @contextmanager
 def kept_apart(past: torch.Tensor, *, biased: bool = False) -> Iterator[tuple[DynamicCache, list[KeptLayer]]]:
-    """A cache `over` past; inside, SDPA attends to it and to new tokens, with a bias only where each row has its own.
+    """A cache `over` past; inside, what transformers calls sdpa, or eager, attends to it and to new tokens, with a bias
+    only where each row has its own.
 
     Raises ValueError afterwards where a layer did not attend so.
     """
@@ -81,13 +82,9 @@ def kept_apart(past: torch.Tensor, *, biased: bool = False) -> Iterator[tuple[Dy
         seen = attention_mask if own[0].near is None else attention_mask & own[0].near
         return _attention(query, own[0], key, value, seen, scaling, position_bias), None
 
-    known = AttentionInterface._global_mapping
-    usual = known["sdpa"]
-    known["sdpa"] = attend
-    try:
+    usual = AttentionInterface._global_mapping["sdpa"]
+    with replaced(AttentionInterface, "_global_mapping", lambda known: {**known, "sdpa": attend, "eager": attend}):
         yield cache, layers
-    finally:
-        known["sdpa"] = usual
     if not all(layer.attended for layer in layers):
         raise ValueError("a layer attends in a way of its own")
 

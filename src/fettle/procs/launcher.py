@@ -108,7 +108,7 @@ class _Supervisor:
         for rank, code in self.dead or ():
             if code == -signal.SIGTERM or rank in failures:
                 continue
-            ended = f"{'was ' if code < 0 else ''}{how_it_ended(code)} in {self._stages.get(rank, doing)}"
+            ended = f"{how_it_ended(code)} in {self._stages.get(rank, doing)}"
             return Failure(f"rank {rank} {ended}", "memory" if code == -signal.SIGKILL else "crash")
         if broken and left is not None:
             return Failure(f"rank {left} on node {left // self.rendezvous.each + 1} ended in {doing}", "crash")

@@ -191,10 +191,10 @@ def open_standard_streams() -> None:
 
 
 def how_it_ended(code: int) -> str:
-    """In words: ``ended with exit code 1``, ``ended by SIGSEGV``."""
+    """In words: ``ended with exit code 1``, ``was ended by SIGSEGV``."""
     if code == -signal.SIGKILL:
-        return "killed by SIGKILL (signal 9), as the kernel does when memory runs out"
-    return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return "was killed by SIGKILL, as the kernel does when memory runs out (leave it more, or use smaller batches)"
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 def _opened(log: Path | str | None) -> IO[bytes]:

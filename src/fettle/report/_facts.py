@@ -47,8 +47,8 @@ def ran(trial: Trial) -> bool:
 
 
 def speed(trial: Trial) -> float:
-    """The estimated speed-up; NaN where there is none."""
-    return trial.speedup.estimate if trial.speedup else math.nan
+    """The estimated speed-up; NaN where it is not known."""
+    return trial.speedup.estimate if trial.speedup is not None and trial.speedup.is_known else math.nan
 
 
 def ranked(result: Outcome) -> list[Trial]:
@@ -211,7 +211,7 @@ def under(trial: Trial, asked: bool = False, given: Trial | None = None) -> str:
 def elapsed(trial: Trial) -> str:
     """What the ratio was beside the neighbours, a sentence; empty where that was not measured."""
     ratio = trial.elapsed_speedup
-    if trial.is_quiet or ratio is None:
+    if trial.is_quiet or ratio is None or not ratio.is_known:
         return ""
     return (
         "The machine was not quiet for long enough, so this is what to expect on a quiet one, not what was measured "

@@ -18,21 +18,15 @@ def times(value: float | None) -> str:
 
 
 def interval(value: Interval | None) -> str:
-    """A ratio with its interval: ``9.91x [9.60, 10.22]``; of two rounds it can reach from nothing to thousands."""
-    if value is None or not math.isfinite(value.estimate):
-        return MISSING
-    if not (math.isfinite(value.low) and math.isfinite(value.high)):
-        return times(value.estimate)
-    if value.high > 10 * value.low:
-        return f"{times(value.estimate)} (too few rounds)"
-    return f"{times(value.estimate)} [{value.low:.2f}, {value.high:.2f}]"
+    """A ratio with its interval: ``9.91x [9.60, 10.22]``, or ``too few rounds``."""
+    return MISSING if value is None or not math.isfinite(value.estimate) else value.text
 
 
 def ends(value: Interval | None) -> str:
     """The interval alone: ``9.60 to 10.22``; nothing where there is no ratio."""
     if value is None or not math.isfinite(value.estimate):
         return ""
-    return f"{value.low:.2f} to {value.high:.2f}" if value.high <= 10 * value.low else "too few rounds"
+    return f"{value.low:.2f} to {value.high:.2f}" if value.is_known else value.text
 
 
 def milliseconds(value: float | None) -> str:

@@ -43,9 +43,8 @@ def throughput_rows(result: Outcome) -> Rows:
         row["low"] = row["high"] = None
         if relative and trial.speedup:
             row["text"] = f"{fmt.rate(rate)} · {fmt.times(speed(trial))}"
-            if math.isfinite(trial.speedup.low) and math.isfinite(trial.speedup.high):
-                row["low"] = rate * trial.speedup.low / speed(trial)
-                row["high"] = rate * trial.speedup.high / speed(trial)
+            row["low"] = rate * trial.speedup.low / speed(trial)
+            row["high"] = rate * trial.speedup.high / speed(trial)
         rows.append(row)
     return _added(rows)
 

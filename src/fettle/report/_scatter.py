@@ -108,8 +108,7 @@ def front(result: Outcome) -> Figure | None:
     )
     best = front_trials(ranked(result))
     listed = "; ".join(
-        f"{fmt.times(trial.speedup.estimate if trial.speedup else None)} with error {fmt.error(trial.accuracy.error)} "
-        f"and {fmt.size(trial.peak_bytes)}"
+        f"{fmt.times(speed(trial))} with error {fmt.error(trial.accuracy.error)} and {fmt.size(trial.peak_bytes)}"
         for trial in best[:8]
     )
     words = f"{count_text(len(best), 'trial')} that no other beats in speed, error and memory at once: {listed}."

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from fettle.measure import Interval, Trial
+from fettle.measure import verdict as told
 from fettle.report import _format as fmt
 from fettle.report._facts import disturbed, elapsed, load_of, misses, name_of, ran, speed, under, unit_name
 from fettle.result import LEAST, Goal, Outcome, goal_figure, needs_less
@@ -40,8 +41,8 @@ def headline(result: Outcome) -> str:
             if before < LEAST * after:
                 return "No difference"
             return f"{before / after:.2f}x less {_noun(result.goal, winner)}"
-    if result.verdict == "faster" and winner.speedup and math.isfinite(winner.speedup.estimate):
-        return f"{fmt.times(winner.speedup.estimate)} as fast{beside}"
+    if result.verdict == "faster" and math.isfinite(speed(winner)):
+        return f"{fmt.times(speed(winner))} as fast{beside}"
     return {"faster": "Faster", "same": "No difference", "slower": "Slower", "cannot tell": "Cannot tell"}[
         result.verdict
     ]
@@ -305,14 +306,12 @@ def _goal_values(result: Outcome) -> tuple[float | None, float | None]:
 def _pace(speedup: Interval | None) -> str:
     if speedup is None or not math.isfinite(speedup.estimate):
         return "not compared"
-    text = fmt.interval(speedup)
-    if speedup.low > 1:
-        return f"faster, {text}"
-    return f"slower, {text}" if speedup.high < 1 else f"not told apart, {text}"
+    word = told(speedup, 0.0)
+    return f"{word if word in ('faster', 'slower') else 'not told apart'}, {fmt.interval(speedup)}"
 
 
 def _figures(speedup: Interval | None, confidence: float) -> str:
-    if speedup is None or not (math.isfinite(speedup.low) and math.isfinite(speedup.high)):
+    if speedup is None or not speedup.is_known:
         return ""
     level = fmt.share(confidence).replace(".0%", "%")
     return f" ({level} interval {speedup.low:.2f} to {speedup.high:.2f})"

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from fettle.page import clean
 from fettle.report import _format as fmt
+from fettle.report._facts import speed
 
 if TYPE_CHECKING:
     from fettle.tuning import Event, OnProgress
@@ -108,8 +109,8 @@ def _lines() -> OnProgress:
 
 
 def _best(event: Event) -> str:
-    known = event.best is not None and event.best.speedup is not None
-    return f" | best {fmt.times(event.best.speedup.estimate)}" if known else ""  # type: ignore[union-attr]
+    best = math.nan if event.best is None else speed(event.best)
+    return f" | best {fmt.times(best)}" if math.isfinite(best) else ""
 
 
 def trial_line(event: Event) -> str:
@@ -118,6 +119,6 @@ def trial_line(event: Event) -> str:
     trial = clean(event.trial)
     if trial.status == "failed":
         return f"[red]failed[/]    {escape(str(trial.recipe))}: {escape(trial.reason[:160])}"
-    ratio = f"{fmt.times(trial.speedup.estimate) if trial.speedup else '':>7}"
+    ratio = f"{fmt.times(speed(trial)) if trial.speedup else '':>7}"
     tail = f" [yellow]rejected: {escape(trial.reason)}[/]" if trial.status == "rejected" else ""
     return f"{trial.time_ms:9.3f} ms {ratio}  {escape(str(trial.recipe))}{tail}"

@@ -70,7 +70,7 @@ def headline(analyses: Sequence[Analysis]) -> str:
 def _best_step(steps: Mapping[str, Sequence[Rung]]) -> str:
     """What the fastest step of all ladders came to, of those whose answers are right and that a ladder kept."""
     ran = [(rung.speedup.estimate, rung, name) for name, rungs in steps.items() for rung in rungs
-           if rung.speedup and math.isfinite(rung.speedup.estimate)]  # fmt: skip
+           if rung.speedup and rung.speedup.is_known]  # fmt: skip
     right = [(ratio, rung, name) for ratio, rung, name in ran if rung.status == "measured"
              and (rung.kept or rung.label.startswith("without "))]  # fmt: skip
     if not right:

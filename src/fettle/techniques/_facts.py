@@ -95,6 +95,8 @@ class Facts:
     one in place of them, ``dynamic`` where only the model can make it."""
     sees_part: bool = False
     """What writes text is an encoder with a decoder, or some of its layers see only the last so many tokens."""
+    masks_alone: bool = False
+    """What writes text takes no mask that says of each token what it sees, as a model with ALiBi makes its own."""
     calibration_batches: int = 0
     dtype: str = "float32"
     """The commonest floating dtype among the parameters, without ``torch.``."""
@@ -116,7 +118,7 @@ class Facts:
     padding: Padding | None = None
     """How rows are padded; None where they are not, or no argument tells."""
     block_classes: tuple[str, ...] = ()
-    """Qualified class names of submodules repeated at least three times in one ModuleList or Sequential."""
+    """Qualified class names of `repeated_blocks`."""
     hf_attention: tuple[str, ...] = ()
     """Attention implementations that a transformers model can be switched to here; the first is the one in use."""
     has_window: bool = False

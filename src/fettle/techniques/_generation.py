@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from fettle.generate import GenerationWorkload
 from fettle.generate.decoding import Kept, chances, decoder_of, is_two_parts, part, pick, score, write
 from fettle.generate.quality import MAX_KL
@@ -29,6 +31,7 @@ def generation_facts(workload: Workload) -> dict[str, Any]:
         "has_draft": workload.draft is not None,
         "row_counts": tuple(workload.batches),
         "keeps": keeps,
+        "masks_alone": keeps in ("static", "whole") and not workload.is_two_parts and not _takes_whole_mask(model),
         "sees_part": workload.is_two_parts or "StaticSlidingWindowLayer" in map(_kind, _layers(model)),
     }
 
@@ -59,6 +62,16 @@ def _layers(model: Any) -> Sequence[Any]:
         return list(StaticCache(config=config, max_cache_len=8).layers)
     except Exception:  # another library's model, or a kind of layer that has no such cache
         return []
+
+
+def _takes_whole_mask(model: Any) -> bool:
+    """Whether a model takes a mask that has for each token what it sees: one with ALiBi makes its own of 0 and 1."""
+    with contextlib.suppress(Exception), torch.no_grad():
+        tokens = torch.ones(1, 2, dtype=torch.long, device=model.device)
+        mask = torch.zeros(1, 1, 2, 2, dtype=model.dtype, device=model.device)
+        model(input_ids=tokens, attention_mask=mask, position_ids=tokens.cumsum(1) - 1)
+        return True
+    return False
 
 
 def _seen(decoder: Kept, prompt: dict[str, Any]) -> str:

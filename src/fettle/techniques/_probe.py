@@ -27,11 +27,11 @@ from fettle.techniques._generation import generation_facts
 from fettle.techniques._host import cpu_flags
 from fettle.techniques._linear import is_conv1d
 from fettle.techniques._pipeline import looks_at
+from fettle.techniques._ranks import repeated_blocks
 from fettle.techniques._state_kept import buffers_of, is_same, put_modes_back, state_kept, to_eval
 from fettle.techniques._tensor import tensor_plan
 from fettle.techniques._tiled_attention import with_decomposed_bias
 from fettle.techniques._transformers import has_window, hf_attention, is_transformers, quietly
-from fettle.techniques.compile import blocks_of
 from fettle.techniques.fused_linear import fed_alike
 from fettle.techniques.ragged import padding_of
 from fettle.techniques.skip_steps import denoiser_of
@@ -361,7 +361,7 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
 
 
 def _block_classes(module: torch.nn.Module) -> tuple[str, ...]:
-    kinds = dict.fromkeys(type(block) for block in blocks_of(module))
+    kinds = dict.fromkeys(type(block) for block in repeated_blocks(module))
     return tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
 
 

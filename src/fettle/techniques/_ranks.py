@@ -63,34 +63,26 @@ def own_rows(data: Any, rank: int, world: int) -> Any:
 
 
 def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The outermost modules with parameters whose class is found twice or more in lists of modules.
-
-    Layers that come with torch do not count, except its transformer layers: wrapping each Linear would pay one
-    collective for every matrix.
-    """
+    """The outermost modules with parts of their own and parameters whose class is found twice or more in lists of
+    modules. Where such a one is a `Sequential` that holds others, these are, and it is none."""
     from collections import Counter
 
-    lists = (torch.nn.ModuleList, torch.nn.Sequential)
+    def is_member(parent: torch.nn.Module, child: torch.nn.Module) -> bool:
+        stands_in_list = isinstance(parent, (torch.nn.ModuleList, torch.nn.Sequential))
+        is_called = not isinstance(child, (torch.nn.ModuleList, torch.nn.ModuleDict))
+        has_parts = next(child.children(), None) is not None and next(child.parameters(), None) is not None
+        return stands_in_list and is_called and has_parts
 
-    def members(parent: torch.nn.Module) -> list[torch.nn.Module]:
-        return [
-            child
-            for child in parent.children()
-            if isinstance(parent, lists)
-            and any(True for _ in child.parameters())
-            and not isinstance(child, (*lists, torch.nn.LayerNorm))
-            and (not type(child).__module__.startswith("torch.nn.") or "Layer" in type(child).__name__)
-        ]
-
-    counts = Counter(type(child) for parent in model.modules() for child in members(parent))
+    lists = [(parent, child) for parent in model.modules() for child in parent.children()]
+    counts = Counter(type(child) for parent, child in lists if is_member(parent, child))
     found: dict[int, torch.nn.Module] = {}
 
     def walk(parent: torch.nn.Module) -> None:
-        chosen = {id(child) for child in members(parent) if counts[type(child)] >= 2}
         for child in parent.children():
-            if id(child) not in chosen:
+            is_block, before = is_member(parent, child) and counts[type(child)] >= 2, len(found)
+            if not is_block or isinstance(child, torch.nn.Sequential):
                 walk(child)
-            else:
+            if is_block and len(found) == before:
                 found.setdefault(id(child), child)
 
     walk(model)

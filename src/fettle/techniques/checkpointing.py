@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from fettle.techniques._base import TRAINING, Bundle, Code, Facts, Level, Recipe, Technique, register
-from fettle.techniques.compile import During, blocks_of
+from fettle.techniques._ranks import repeated_blocks
+from fettle.techniques.compile import During
 from fettle.techniques.precision import autocast
 
 
@@ -47,7 +48,7 @@ def checkpoint_blocks(model: torch.nn.Module, policy: Any = None, compiled: bool
         first, second = contexts() if contexts else (contextlib.nullcontext(), contextlib.nullcontext())
         return first, recomputed(norms, second)
 
-    blocks = blocks_of(model)
+    blocks = repeated_blocks(model)
     for block in blocks:
         norms = [m for m in block.modules() if isinstance(m, torch.nn.modules.batchnorm._NormBase)]
         norms = [norm for norm in norms if norm.track_running_stats and not compiled]
@@ -68,7 +69,7 @@ class Checkpointing(Technique):
     default = "none"
 
     def levels(self, facts: Facts) -> list[Level]:
-        blocks = "" if facts.block_classes else "the model has no block repeated at least three times"
+        blocks = "" if facts.block_classes else "the model has no repeated block"
         if facts.moving_in_block:
             blocks = f"a block changes {facts.moving_in_block}, and would again where it is recomputed"
         return [
@@ -98,4 +99,4 @@ class Checkpointing(Technique):
         compiled = "" if recipe.levels.get("compile", "off") == "off" else ", compiled=True"
         policy, helpers = (", keep_products", (keep_products,)) if level == "selective" else ("", ())
         line = f"checkpoint_blocks(model{policy}{compiled})"
-        return Code(helpers=(blocks_of, *helpers, checkpoint_blocks), prepare=(line,))
+        return Code(helpers=(repeated_blocks, *helpers, checkpoint_blocks), prepare=(line,))

@@ -11,29 +11,14 @@ import torch
 
 from fettle.techniques._base import BOTH, Bundle, Code, Facts, Level, Recipe, Technique, register
 from fettle.techniques._catalogue import keeps_memory
+from fettle.techniques._ranks import repeated_blocks
 from fettle.techniques.precision import autocast, computes_in_bf16
 from fettle.workload import map_tensors
 
 
-def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The repeated blocks of a model: modules of a class found three times in one container. A list of modules is none:
-    nothing calls it."""
-    from collections import Counter
-
-    blocks: dict[int, torch.nn.Module] = {}
-    lists = (torch.nn.ModuleList, torch.nn.ModuleDict)
-    for container in model.modules():
-        if isinstance(container, (torch.nn.ModuleList, torch.nn.Sequential)):
-            kinds = Counter(type(child) for child in container if not isinstance(child, lists))
-            for child in container:
-                if kinds[type(child)] >= 3 and next(child.children(), None) is not None:
-                    blocks[id(child)] = child
-    return list(blocks.values())
-
-
 def compile_blocks(model: torch.nn.Module, **options: Any) -> None:
     """Compile the repeated blocks of a model one by one. Those of a class share their code, which is compiled once."""
-    blocks = blocks_of(model)
+    blocks = repeated_blocks(model)
     for block in blocks:
         block.compile(**options)
     if not blocks:
@@ -122,7 +107,7 @@ class Compile(Technique):
         helpers: tuple[Any, ...] = ()
         line = f"model.compile({', '.join(options)})"
         if recipe.levels.get("region") == "blocks":
-            helpers, line = (blocks_of, compile_blocks), f"compile_blocks({', '.join(['model', *options])})"
+            helpers, line = (repeated_blocks, compile_blocks), f"compile_blocks({', '.join(['model', *options])})"
         elif not facts.is_module:
             line = f"model = torch.compile({', '.join(['model', *options])})"
         outputs: tuple[str, ...] = ()
@@ -205,7 +190,7 @@ class Region(_Within):
     default = "whole"
 
     def levels(self, facts: Facts) -> list[Level]:
-        why_not = "" if facts.block_classes else "the model has no block repeated at least three times"
+        why_not = "" if facts.block_classes else "the model has no repeated block"
         return [
             Level("whole", "the whole model"),
             Level("blocks", "each repeated block by itself: compiles sooner, survives graph breaks outside", why_not),

@@ -12,8 +12,7 @@ from torch.nn.modules import batchnorm
 from torch.nn.utils.stateless import _reparametrize_module
 
 from fettle.errors import UsageError, refusing
-from fettle.techniques import Facts, probe_facts
-from fettle.techniques.compile import blocks_of
+from fettle.techniques import Facts, probe_facts, repeated_blocks
 from fettle.train.workload import TrainingWorkload, settings_of
 from fettle.workload import Workload
 
@@ -66,7 +65,7 @@ def moved_facts(model: torch.nn.Module, before: Mapping[str, torch.Tensor]) -> d
     after = untrained(model)
     moved = dict.fromkeys(name for name, values in before.items() if not _same(values, after.get(name, values)))
     buffers = model.named_buffers()
-    in_blocks = {id(buffer) for block in blocks_of(model) for buffer in block.buffers()}
+    in_blocks = {id(buffer) for block in repeated_blocks(model) for buffer in block.buffers()}
     return {
         "moving": next((name for name in moved if after[name].is_floating_point()), ""),
         "moving_in_block": next((name for name, buffer in buffers if name in moved and id(buffer) in in_blocks), ""),

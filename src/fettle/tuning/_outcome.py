@@ -184,8 +184,7 @@ def _whose_figure(session: Session, winner: Trial | None, last: Sequence[Trial])
         return ""
     return (
         f"The figure is that of all {len(session.standings.races.trials)} races together, its interval that of the "
-        f"best of all recipes tried. The final race alone, in fresh processes, says {alone.estimate:.2f}x "
-        f"({alone.low:.2f} to {alone.high:.2f})."
+        f"best of all recipes tried. The final race alone, in fresh processes: {alone.text}."
     )
 
 
@@ -202,7 +201,7 @@ def _threads_under_load(session: Session, winner: Trial | None) -> str:
         beside = trial.elapsed_speedup
         changed = set(trial.recipe.levels) - set(preconditions(session.facts).levels)
         helps = len(changed) == 1 and all(find(name).helps_when_shared for name in changed)
-        if helps and beside is not None and beside.low > 1.2:
+        if helps and beside is not None and beside.is_known and beside.low > 1.2:
             alone = trial.speedup.estimate if trial.speedup is not None else math.nan
             if not alone > 1.05 and (winner is None or not changed & winner.recipe.levels.keys()):
                 without = "it is not known how much" if math.isnan(alone) else f"{1 / alone:.0%}"
@@ -219,7 +218,7 @@ def _code(session: Session, winner: Trial) -> str:
     target, facts = session.target, session.facts
     facts = replace(facts, learned={**facts.learned, **winner.learned})  # of two in one race each has its own
     heading = f"{target.name}, optimised for {facts.mode}: {winner.recipe}."
-    if winner.speedup is not None:
+    if winner.speedup is not None and winner.speedup.is_known:
         off = f", with {winner.accuracy.distance}" if winner.accuracy.distance else ""
         if not off and math.isfinite(winner.accuracy.metric):
             off = f", with a metric of {winner.accuracy.metric:.4g}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import html
 import itertools
+import math
 import os
 import re
 import shlex
@@ -251,9 +252,10 @@ def _winner(path: Path, changed: int, size: int) -> str:
     speedup = winner and winner["speedup"]
     if not speedup:
         return ""
-    low, high = ("?" if end is None else f"{end:.2f}" for end in (speedup.get("low"), speedup.get("high")))
+    low, high = speedup.get("low") or 0.0, speedup.get("high") or math.inf
+    ratio = f"{speedup['estimate']:.2f}x [{low:.2f}, {high:.2f}]" if high <= 10 * low else "too few rounds"
     recipe = " ".join(f"{name}={level}" for name, level in winner["recipe"].items())
-    return f"; {speedup['estimate']:.2f}x [{low}, {high}] with {recipe or 'nothing changed'}"
+    return f"; {ratio} with {recipe or 'nothing changed'}"
 
 
 def _runs(path: Path) -> bool:

@@ -117,6 +117,7 @@ PLANTED = {
     "syncs": seen(
         op("_local_scalar_dense", "other", 0.002, line="net.py:5"),
         syncs=[Sync("/a/net.py", 5, "f", "x.item()", "aten._local_scalar_dense", "item", "reads", 3)],
+        facts=facts(device="cuda"),
     ),
     "compile-cache": seen(compile=health(cache=CacheHealth("", False, 0, 0, 0, False), compile_s=30.0)),
     "first-call": seen(first_call_s=12.0),

@@ -201,11 +201,14 @@ def syncs(call: Evidence) -> Finding | None:
     if not syncs:
         return None
     count = sum(sync.count for sync in syncs)
-    waits = "waits for the GPU" if call.facts.device == "cuda" else "would wait for a GPU"
-    # Without it the host could run ahead, and what is computed only for it would go: all but products may be saved.
+    on_cpu = call.facts.device == "cpu"
+    waits = "would wait for a GPU" if on_cpu else "waits for the GPU"
+    # Without it the host could run ahead, and what is computed only for it would go: all but products may be saved. On
+    # a CPU nothing is.
     return cause(
         f"The host {waits} {f'{count} times' if count > 1 else 'once'} a call.",
-        bound=1 - call.share(call.seconds(MATRIX) + call.loading.seconds),
+        bound=0.0 if on_cpu else 1 - call.share(call.seconds(MATRIX) + call.loading.seconds),
+        opportunity=on_cpu,
         where=tuple(f"{short(s.file)}:{s.line}" for s in syncs[:6]),
         evidence=tuple(f"{short(s.file)}:{s.line}: {s.operator}, {s.count}x: {s.reason}" for s in syncs[:6]),
         count=count,

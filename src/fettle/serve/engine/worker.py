@@ -306,6 +306,11 @@ class Worker:
     def _on_lost(self, why: str) -> None:
         """This process is of no more use: give its call back, and start another one after a while."""
         first_start = not self.restarts and self._loaded is not None and not self._loaded.done()
+        if why == "ended" and self._process is not None and not (first_start and self.pool.problem):
+            ending = f"worker {self.index} of {self.pool.name} {self._process.how_it_ended}"
+            log.warning(ending)
+            if first_start:
+                self.pool.problem = ending
         batch, following = self.batch, self.following
         texts, self.texts = list(self.texts.values()), {}
         self.batch = self.following = None

@@ -7,9 +7,12 @@ import mmap
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fettle.procs.process import Process
+from fettle.procs.process import Process, how_it_ended
 from fettle.serve.engine import wire
 from fettle.serve.engine.worker_start import SHARED_BYTES, Spawned
+
+_SOON_S = 0.1
+"""After its end of the socket pair is closed."""
 
 
 class WorkerLink(asyncio.Protocol):
@@ -38,6 +41,12 @@ class WorkerLink(asyncio.Protocol):
     def pid(self) -> int:
         """0 before it was started."""
         return self._process.pid if self._process is not None else 0
+
+    @property
+    def how_it_ended(self) -> str:
+        """In words, of a process that has ended by itself."""
+        code = self._process.wait(_SOON_S) if self._process is not None else None
+        return "ended" if code is None else how_it_ended(code)
 
     def write(self, header: wire.ToWorker, body: Sequence[Any] = ()) -> None:
         """Send one message: a header, and buffers that follow it."""
