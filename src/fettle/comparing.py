@@ -50,9 +50,9 @@ AnyRecipe = Recipe | RecipeFile | str | Path
 """A recipe, its text (``"precision=bf16 compile=default"``), or the path of a ``recipe.toml``."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
-    """What a comparison found."""
+    """What a comparison found; its `repr` says it in a line for each recipe."""
 
     name: str
     fingerprint: str
@@ -71,6 +71,16 @@ class Comparison:
     """Whether it is of time elapsed beside whatever else the machine did."""
     confidence: float = 0.95
     """Of the intervals."""
+
+    def __repr__(self) -> str:
+        from fettle.report import interval  # brings the charts' library
+
+        lines = [
+            f"{trial.recipe}: {word}, {interval(trial.speedup)}" if trial.ok else
+            f"{trial.recipe}: {trial.status}, {trial.reason}"
+            for trial, word in zip(self.trials, self.verdicts, strict=True)
+        ]  # fmt: skip
+        return "\n".join([f"{self.name}, beside the workload as given:", *lines[1:]])
 
     @property
     def another_hour(self) -> Interval | None:

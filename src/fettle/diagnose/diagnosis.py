@@ -41,7 +41,7 @@ class Watching:
     """What opens the file that it kept."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diagnosis:
     """What was found, and where the time goes."""
 
@@ -59,6 +59,9 @@ class Diagnosis:
     notes: Sequence[str] = ()
     recordings: Sequence[Recording] = ()
     """What was recorded of a workload, for a closer look."""
+
+    def __repr__(self) -> str:
+        return f"{self.subject}: {self.verdict}"
 
     @property
     def budget_lines(self) -> list[tuple[str, float]]:

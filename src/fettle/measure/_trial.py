@@ -222,7 +222,7 @@ class Trial:
     load."""
     load: Load = field(default_factory=Load)
     """What others took on the mean, over all slices."""
-    slices: Sequence[Slice] = ()
+    slices: Sequence[Slice] = field(default=(), repr=False)
     """The data under all of it, those slices too that were made again because they were disturbed."""
     processes: int = 1
     """Processes it was measured in; above 1 the interval of `speedup` is over processes, not over rounds."""
