@@ -50,7 +50,7 @@ AnyRecipe = Recipe | RecipeFile | str | Path
 """A recipe, its text (``"precision=bf16 compile=default"``), or the path of a ``recipe.toml``."""
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Comparison:
     """What a comparison found; its `repr` says it in a line for each recipe."""
 
@@ -145,7 +145,7 @@ def bench(
     `under_load` time elapsed beside whatever else the machine does is compared; with `polite` no slice goes before
     other processes' work. Raises `UsageError` for a recipe that cannot work here.
     """
-    several = [recipes] if isinstance(recipes, (Recipe, RecipeFile, str, Path)) else recipes
+    several = recipes if isinstance(recipes, (list, tuple)) else [recipes]
     options = Options(
         limits=limits or Limits(), budget_s=budget_s, confidence=confidence, nproc=nproc, under_load=under_load,
         polite=polite, effort=Effort(slice_s, max_rounds, REPLICATES),

@@ -125,7 +125,7 @@ def test_compile_health_and_syncs_are_counted_with_their_lines(tmp_path: Path) -
         """,
     )
     found = diagnose(target, seconds=0.3, record=False)
-    syncs = next(finding for finding in found.findings if finding.rule == "syncs")
+    syncs = next(finding for finding in found.opportunities if finding.rule == "syncs")  # no fault on a CPU
     assert syncs.count >= 2  # .item() and the boolean index
     assert any("case.py:9" in line for line in syncs.evidence)
     assert found.count("graph-breaks") >= 1

@@ -41,7 +41,7 @@ class Watching:
     """What opens the file that it kept."""
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Diagnosis:
     """What was found, and where the time goes."""
 
@@ -124,6 +124,9 @@ def diagnose(
     diagnosed is its step; `mode` stands above that. Raises `UsageError` for a target that is none of these.
     """
     check_mode(mode)
+    if not isinstance(target, (str, Path, Target)):
+        kind = type(target).__name__
+        raise UsageError(f"a {kind} cannot be diagnosed: give a target, 'file.py:factory', a trace or a snapshot")
     if not isinstance(target, Target):
         path = Path(target)
         if str(target) and (path.is_dir() or traces_and_snapshots(path)):

@@ -209,6 +209,7 @@ def syncs(call: Evidence) -> Finding | None:
         where=tuple(f"{short(s.file)}:{s.line}" for s in syncs[:6]),
         evidence=tuple(f"{short(s.file)}:{s.line}: {s.operator}, {s.count}x: {s.reason}" for s in syncs[:6]),
         count=count,
+        opportunity=call.facts.device != "cuda",
         advice="keep values on the device: torch.where, masks of fixed size, .item() once at the end",
         formula="(call - products - loader) / call",
         before="if loss.item() > limit:\n    x = x * 0.5",
