@@ -38,8 +38,22 @@ def test_a_target_is_applied_by_its_name(tmp_path):
 def test_inputs_in_the_place_of_a_recipe_are_one_line():
     model, x = torch.nn.Linear(4, 2).eval(), torch.ones(3, 4)
     for function in (fettle.apply, fettle.bench, fettle.check):
-        with pytest.raises(fettle.UsageError, match=r"is not a recipe: .* and the inputs after it"):
-            function(model, [x], "grad=inference_mode")
+        for inputs in ([x], {"input": x}):
+            with pytest.raises(fettle.UsageError, match=r"is not a recipe: .* and the inputs after it"):
+                function(model, inputs, "grad=inference_mode")
+
+
+def test_what_a_model_does_not_take_is_one_line(monkeypatch):
+    def optimize(model, batches):
+        raise RuntimeError("No conversion rule\nfor aten::qr")
+
+    monkeypatch.setattr(applying, "_compiled", lambda *_: optimize)
+    with pytest.raises(fettle.UsageError, match="bf16 cannot be applied to this model: RuntimeError: No conversion rule$"):
+        fettle.apply(torch.nn.Linear(4, 4), "precision=bf16", [torch.ones(3, 4)])
+
+
+def test_every_name_is_completed_before_it_was_used():
+    assert {*fettle.__all__, "diagnose"} <= {*dir(fettle)}
 
 
 def test_threads_of_the_process_make_no_machine_another(monkeypatch):

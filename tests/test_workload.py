@@ -80,6 +80,8 @@ class Refused:
 
 class TestWorkload:
     def test_model_must_be_callable(self) -> None:
+        with Refused("model is a class", "Linear(...)"):
+            Workload(torch.nn.Linear, [torch.ones(1)])
         with Refused("model is a int", "cannot be called"):
             Workload(3, [batch()])  # type: ignore[arg-type]
 

@@ -74,6 +74,10 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'fettle' has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:  # what a notebook completes `fettle.` with
+    return [*__all__, *_ROOMS]
+
+
 def load_ipython_extension(shell: Any) -> None:
     """For ``%load_ext fettle`` in a notebook, which makes ``%%fettle`` known: a race of snippets."""
     from fettle.snippets import register

@@ -11,7 +11,7 @@ from typing import Any, overload
 
 import torch
 
-from fettle.errors import UsageError
+from fettle.errors import UsageError, refusing
 from fettle.machine import Machine, this_machine
 from fettle.recipe import Recipe
 from fettle.recipe_file import RecipeFile, read_recipe
@@ -79,7 +79,8 @@ def apply(
     if isinstance(workload, TrainingWorkload):
         return optimize(workload.model, workload.optimizer, workload.loss, workload.data)
     calibration = list(workload.calibration) or list(workload.inputs)
-    with torch.inference_mode(False):  # weights that are made in it cannot be exported
+    # Weights that are made in inference mode cannot be exported.
+    with torch.inference_mode(False), refusing(f"the recipe {file.recipe} cannot be applied to this model:"):
         return optimize(workload.model, calibration, *([workload.call] if workload.call is not None else []))
 
 

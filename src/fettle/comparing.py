@@ -52,7 +52,7 @@ AnyRecipe = Recipe | RecipeFile | str | Path
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a comparison found."""
+    """What a comparison found; its `repr` says it in a line for each recipe."""
 
     name: str
     fingerprint: str
@@ -71,6 +71,16 @@ class Comparison:
     """Whether it is of time elapsed beside whatever else the machine did."""
     confidence: float = 0.95
     """Of the intervals."""
+
+    def __repr__(self) -> str:
+        from fettle.report import interval  # brings the charts' library
+
+        lines = [
+            f"{trial.recipe}: {word}, {interval(trial.speedup)}" if trial.ok else
+            f"{trial.recipe}: {trial.status}, {trial.reason}"
+            for trial, word in zip(self.trials, self.verdicts, strict=True)
+        ]  # fmt: skip
+        return "\n".join([f"{self.name}, beside the workload as given:", *lines[1:]])
 
     @property
     def another_hour(self) -> Interval | None:
@@ -135,7 +145,7 @@ def bench(
     `under_load` time elapsed beside whatever else the machine does is compared; with `polite` no slice goes before
     other processes' work. Raises `UsageError` for a recipe that cannot work here.
     """
-    several = [recipes] if isinstance(recipes, (Recipe, RecipeFile, str, Path)) else recipes
+    several = recipes if isinstance(recipes, (list, tuple)) else [recipes]
     options = Options(
         limits=limits or Limits(), budget_s=budget_s, confidence=confidence, nproc=nproc, under_load=under_load,
         polite=polite, effort=Effort(slice_s, max_rounds, REPLICATES),

@@ -89,6 +89,8 @@ def test_a_step_may_be_left_out(work: Path, tmp_path: Path, asked) -> None:
     assert found.headline.endswith("not verified.")
     with pytest.raises(UsageError, match="`skip=cook`: there are measure, diagnose"):
         improve(str(work), Settings(output=tmp_path / "out", skip=["cook"]))
+    with pytest.raises(UsageError, match="grad has no level 'on'"):
+        improve(str(work), Settings(output=tmp_path / "out", techniques={"grad": "on"}))
     with pytest.raises(UsageError, match=r"no such file: absent\.py"):
         improve(str(work), Settings(output=tmp_path / "out", data="absent.py:loader"))
 

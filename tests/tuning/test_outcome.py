@@ -178,6 +178,8 @@ def test_recipes_that_hold_different_choices_are_not_raced_as_one():
 def test_a_comparison_without_its_baseline_has_failed():
     ran, failed = replace(GIVEN, recipe=WINNER.recipe), Trial(Recipe(), "failed", "out of memory")
     assert Comparison("made up", "f", this_machine(), [failed, ran], ["same", "cannot tell"]).failed
+    said = repr(Comparison("made up", "f", this_machine(), [ran, failed], ["same", "failed"]))
+    assert said.splitlines()[1].endswith(f"failed, {failed.reason}")
     whole = Comparison("made up", "f", this_machine(), [GIVEN, ran], ["same", "same"])
     assert not whole.failed
     assert replace(whole, left_out=[Recipe({"threads": "1"})]).failed

@@ -294,7 +294,7 @@ def test_sampled_stacks_become_nested_calls(tmp_path: Path) -> None:
 def test_no_steps_says_what_to_do() -> None:
     with watch(to=None) as steps:
         pass
-    assert "call step()" in str(steps.report)
+    assert "call step()" in str(steps.report) == repr(steps)
 
 
 def test_bad_usage_is_one_line(tmp_path: Path) -> None:

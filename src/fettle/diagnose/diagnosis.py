@@ -61,6 +61,9 @@ class Diagnosis:
     recordings: Sequence[Recording] = ()
     """What was recorded of a workload, for a closer look."""
 
+    def __repr__(self) -> str:
+        return f"{self.name}: {self.verdict}"
+
     @property
     def budget_lines(self) -> list[tuple[str, float]]:
         """The budget for people: what the time went into, in words, and its share; the largest first."""
@@ -120,6 +123,9 @@ def diagnose(
     diagnosed is its step; `mode` stands above that. Raises `UsageError` for a target that is none of these.
     """
     check_mode(mode)
+    if not isinstance(target, (str, Path, Target)):
+        kind = type(target).__name__
+        raise UsageError(f"a {kind} cannot be diagnosed: give a target, 'file.py:factory', a trace or a snapshot")
     if not isinstance(target, Target):
         path = Path(target)
         if str(target) and (path.is_dir() or traces_and_snapshots(path)):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from fettle.atlas import read_atlas
 from fettle.comparing import Comparison, bench, check
 from fettle.diagnose import Finding, diagnose
 from fettle.diagnose.report import page as diagnosis_page
@@ -32,7 +33,7 @@ from fettle.recipe_file import load_recipe
 from fettle.report import Result, interval, save, verdict
 from fettle.result import Limits
 from fettle.train.workload import make
-from fettle.tuning import Event, OnProgress, Options, tune, writable
+from fettle.tuning import Event, OnProgress, Options, check_options, check_techniques, tune, writable
 from fettle.units import seconds_text, size_text
 from fettle.workload import AUTO, check_mode, find_target
 
@@ -108,6 +109,10 @@ def improve(
     if unknown := [name for name in settings.skip if name not in STEPS]:
         raise UsageError(f"`skip={unknown[0]}`: there are {', '.join(STEPS)}")
     check_mode(settings.mode)
+    check_techniques(settings.techniques)
+    check_options(Options(limits=settings.limits, budget_s=settings.budget_s))
+    if settings.atlas is not None:
+        read_atlas(settings.atlas)
     where = find_target(target).reference
     loader = find_target(settings.data).reference if settings.data else ""
     run = _Run(target, settings, writable(settings.output), on_progress, quietly, command)

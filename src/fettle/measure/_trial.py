@@ -36,9 +36,9 @@ class Interval:
 
     @property
     def is_known(self) -> bool:
-        """Whether a ratio is known to within ten times: of two or three rounds an interval can reach from nothing to
+        """Whether a ratio is known to within twenty times: of two or three rounds an interval can reach from nothing to
         thousands, and then no figure is shown of it and nothing claimed."""
-        return 0 < self.high <= 10 * self.low
+        return 0 < self.high <= 20 * self.low
 
     @property
     def text(self) -> str:
@@ -233,7 +233,7 @@ class Trial:
     load."""
     load: Load = field(default_factory=Load)
     """What others took on the mean, over all slices."""
-    slices: Sequence[Slice] = ()
+    slices: Sequence[Slice] = field(default=(), repr=False)
     """The data under all of it, those slices too that were made again because they were disturbed."""
     processes: int = 1
     """Processes it was measured in; above 1 the interval of `speedup` is over processes, not over rounds."""

@@ -65,6 +65,9 @@ class Steps:
     _first: weakref.ref[Any] | None = None
     """The loader's iterator with whose first batch the first step began."""
 
+    def __repr__(self) -> str:
+        return str(self.report or self.summary())
+
     def step(self) -> None:
         """The step ends here and the next begins. From the first call on, and for what came before it, a loader that is
         asked for the next batch ends none."""

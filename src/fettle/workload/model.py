@@ -65,6 +65,8 @@ class Workload:
     def __post_init__(self) -> None:
         if not callable(self.model):
             raise UsageError(f"the workload's model is a {type(self.model).__name__}, which cannot be called")
+        if isinstance(self.model, type):
+            raise UsageError(f"the workload's model is a class: give an object of it, {self.model.__name__}(...)")
         for name in ("call", "metric"):
             value = getattr(self, name)
             if value is not None and not callable(value):
