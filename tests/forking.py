@@ -81,8 +81,9 @@ def run_script(script: Path, variables: Mapping[str, str]) -> tuple[int, str, st
     if "os.environ" in script.read_text() or not _CAN_FORK:
         done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=variables, timeout=300)
         return done.returncode, done.stdout, done.stderr
+    source = _source(_FIRST, {name: value for name, value in variables.items() if name != "PYTHONPATH"})
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        fork = _Fork(_source(_FIRST, variables), [str(script)], variables, [out.fileno(), err.fileno()])
+        fork = _Fork(source, [str(script)], variables, [out.fileno(), err.fileno()])
         code = fork.wait(300)
         for file in (out, err):
             file.seek(0)
@@ -198,7 +199,7 @@ def _run(command: Sequence[str], folder: str, variables: Mapping[str, str], desc
         del sys.modules[command[1]]  # it is the main one
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
     else:
-        sys.path.insert(0, os.path.dirname(command[0]))
+        sys.path[:0] = [os.path.dirname(command[0]), *filter(None, variables.get("PYTHONPATH", "").split(os.pathsep))]
         runpy.run_path(command[0], run_name="__main__")
 
 
