@@ -30,6 +30,7 @@ MODULES = {
     "fettle.slo.calibrate": _PACKAGES,
     "fettle.slo.server_process": ["fettle.serve.server", "fettle.serve.engine.registry"],
     "fettle.diagnose.compile_worker": ["torch._dynamo"],
+    "fettle.atlas.reading": [],
     "fettle.procs.forks": ["fettle.measure._inference", "fettle.measure._training"],
 }
 """What may be forked, and what each imports soon after its start."""

@@ -16,6 +16,7 @@ from fettle.tuning import atlas_rows
 from tests.atlas.made_up import atlas, gain, trial
 from tests.conftest import Run
 
+pytestmark = pytest.mark.usefixtures("forks")
 MACHINE = Machine("here", "made up", 2, 1, (), "linux", "3.13", {"torch": "2.13", "openvino": "2026.4"})
 
 
