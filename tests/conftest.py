@@ -10,6 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import hypothesis
+import pytest
+
+from tests.forking import forked
+
 # Threads that wait by spinning would take the core from the other half of the tests.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # What one child has compiled of fettle's own files the next need not.
@@ -21,50 +26,41 @@ os.environ.pop("FORCE_COLOR", None)
 os.environ.pop("TTY_COMPATIBLE", None)
 os.environ.pop("TERMINAL_WIDTH", None)
 
-import hypothesis
-import pytest
-import torch
-import torch._dynamo
-
-import fettle
-from fettle import comparing
-from fettle.cli import main
-from fettle.gate import racing
-from fettle.tuning import Effort, session
-from tests.forking import forked
-
 # What one run of the tests compiled or read, the next must not find.
 _CACHE = tempfile.TemporaryDirectory(prefix="fettle-cache-")
 os.environ["FETTLE_CACHE"] = _CACHE.name
-
-# Two tests run at a time, so the machine is never quiet: none waits for it (that is for tests/measure/test_rounds.py).
-session.WAITING = session._UNLIMITED_WAIT_S = comparing._WAIT_S = racing._WAIT_S = 0.0
 
 # The same examples in every run: what a random one finds should not stop somebody else's change. `make test-all` draws
 # new ones (HYPOTHESIS_PROFILE=default); what they find becomes a test of its own.
 hypothesis.settings.register_profile("repeatable", derandomize=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
-_SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
-    (torch.get_num_threads, torch.set_num_threads),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    (
-        lambda: torch.backends.mkldnn.conv.fp32_precision,
-        lambda x: setattr(torch.backends.mkldnn.conv, "fp32_precision", x),
-    ),
-    (lambda: torch.backends.mkldnn.enabled, lambda x: setattr(torch.backends.mkldnn, "enabled", x)),
-    (lambda: torch.backends.cudnn.benchmark, lambda x: setattr(torch.backends.cudnn, "benchmark", x)),
-    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.is_grad_enabled, torch.set_grad_enabled),
-    (lambda: torch._dynamo.config.recompile_limit, lambda x: setattr(torch._dynamo.config, "recompile_limit", x)),
-]
-# As they are before any test: a fixture of a module may change them before that module's first test begins.
-_FIRST = [read() for read, _ in _SETTINGS]
+_SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], object], Any]] = []
+"""How each is read and written, and what it was before any test: a fixture of a module may change it before that
+module's first test begins."""
+
+
+def _all_settings() -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
+    import torch._dynamo
+
+    return [
+        (torch.get_num_threads, torch.set_num_threads),
+        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+        (
+            lambda: torch.backends.mkldnn.conv.fp32_precision,
+            lambda x: setattr(torch.backends.mkldnn.conv, "fp32_precision", x),
+        ),
+        (lambda: torch.backends.mkldnn.enabled, lambda x: setattr(torch.backends.mkldnn, "enabled", x)),
+        (lambda: torch.backends.cudnn.benchmark, lambda x: setattr(torch.backends.cudnn, "benchmark", x)),
+        (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+        (torch.get_default_dtype, torch.set_default_dtype),
+        (torch.is_grad_enabled, torch.set_grad_enabled),
+        (lambda: torch._dynamo.config.recompile_limit, lambda x: setattr(torch._dynamo.config, "recompile_limit", x)),
+    ]
 
 
 def _restore() -> None:
-    for (read, write), first in zip(_SETTINGS, _FIRST, strict=True):
+    for read, write, first in _SETTINGS:
         if read() != first:
             write(first)
 
@@ -84,10 +80,23 @@ _LONG = (
 )  # fmt: skip
 
 
-def pytest_configure():
-    """What a shell ignores for what runs behind it, or under nohup, the tests send."""
+def never_wait() -> None:
+    """Two tests run at a time, so the machine is never quiet: none waits for it (that is for
+    tests/measure/test_rounds.py)."""
+    from fettle import comparing
+    from fettle.gate import racing
+    from fettle.tuning import session
+
+    session.WAITING = session._UNLIMITED_WAIT_S = comparing._WAIT_S = racing._WAIT_S = 0.0
+
+
+def pytest_configure(config):
+    # What a shell ignores for what runs behind it, or under nohup, the tests send.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if not config.getoption("numprocesses", None):  # the process that only hands out tests imports no torch
+        never_wait()
+        _SETTINGS.extend((read, write, read()) for read, write in _all_settings())
 
 
 def pytest_collection_modifyitems(items):
@@ -110,16 +119,17 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-QUICK = Effort(slice_s=0.05, rounds=4, replicates=1)
-"""Few rounds and processes: how certain a verdict is, is for the tests of the race."""
-
-
 @contextlib.contextmanager
 def quick_studies(**changes: Any) -> Iterator[None]:
-    """Studies of little effort, with other changes of their options."""
+    """Studies of few rounds and processes, with other changes of their options: how certain a verdict is, is for the tests
+    of the race."""
+    import fettle
+    from fettle.tuning import Effort
+
+    effort = Effort(slice_s=0.05, rounds=4, replicates=1)
     with pytest.MonkeyPatch.context() as patch:
         real = fettle.tune.__globals__["options_of"]
-        changed = lambda *given: replace(real(*given), effort=QUICK, **changes)  # noqa: E731
+        changed = lambda *given: replace(real(*given), effort=effort, **changes)  # noqa: E731
         patch.setitem(fettle.tune.__globals__, "options_of", changed)
         yield
 
@@ -127,6 +137,9 @@ def quick_studies(**changes: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def quick_comparisons() -> Iterator[None]:
     """Races of named recipes by one process each and few rounds, whatever the call asks for."""
+    from fettle import comparing
+    from fettle.tuning import Effort
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(comparing, "REPLICATES", 1)
         patch.setattr(comparing, "MOST_REPLICATES", 1)
@@ -149,6 +162,7 @@ Run = Callable[..., Said]
 @pytest.fixture
 def run_fettle(monkeypatch, capsys) -> Run:
     """The command line in this process: starting Python and torch anew takes longer than most commands."""
+    from fettle.cli import main
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["fettle", *map(str, arguments)])

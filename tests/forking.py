@@ -30,6 +30,7 @@ MODULES = {
     "fettle.slo.calibrate": _PACKAGES,
     "fettle.slo.server_process": ["fettle.serve.server", "fettle.serve.engine.registry"],
     "fettle.diagnose.compile_worker": ["torch._dynamo"],
+    "fettle.atlas.reading": [],
     "fettle.procs.forks": ["fettle.measure._inference", "fettle.measure._training"],
 }
 """What may be forked, and what each imports soon after its start."""
@@ -38,6 +39,8 @@ _READ_AT_START = ("DNNL_", "GLIBC_", "GOMP_", "KINETO_", "KMP_", "LD_", "MALLOC_
 """Variables that are read when a process starts or imports torch; of all others a fork has its own."""
 _FORKABLE = {"KINETO_LOG_LEVEL", "OMP_NUM_THREADS", "PYTHONUNBUFFERED"}
 """Those of them that children may have otherwise than this process, and be forked."""
+_FIRST = ["torch"]
+"""What a process imports from which all other sources are forked."""
 _CAN_FORK = sys.platform == "linux"
 _MESSAGE = 1 << 18
 _sources = dict[tuple[str, ...], "_Source"]()
@@ -79,8 +82,9 @@ def run_script(script: Path, variables: Mapping[str, str]) -> tuple[int, str, st
     if "os.environ" in script.read_text() or not _CAN_FORK:
         done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=variables, timeout=300)
         return done.returncode, done.stdout, done.stderr
+    source = _source(_FIRST, {name: value for name, value in variables.items() if name != "PYTHONPATH"})
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        fork = _Fork(_source(["torch"], variables), [str(script)], variables, [out.fileno(), err.fileno()])
+        fork = _Fork(source, [str(script)], variables, [out.fileno(), err.fileno()])
         code = fork.wait(300)
         for file in (out, err):
             file.seek(0)
@@ -99,21 +103,25 @@ def _is_forkable(variables: Mapping[str, str]) -> bool:
 def _source(modules: Sequence[str], variables: Mapping[str, str]) -> "_Source":
     key = (*modules, *(f"{name}={value}" for name, value in _read_at_start(variables).items()))
     if key not in _sources:
-        _sources[key] = _Source(modules, variables)
+        _sources[key] = _Source(modules, variables, None if modules == _FIRST else _source(_FIRST, variables))
     return _sources[key]
 
 
 class _Source:
-    """A process that has imported modules and is forked. It ends with this one."""
+    """A process that has imported modules and is forked, a fork of another one itself where one is given. It ends with
+    this process."""
 
-    def __init__(self, modules: Sequence[str], variables: Mapping[str, str]) -> None:
+    def __init__(self, modules: Sequence[str], variables: Mapping[str, str], first: "_Source | None") -> None:
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._turn = threading.Lock()
         with theirs:
-            command = [sys.executable, __file__, str(theirs.fileno()), ",".join(modules)]
+            if first is not None:
+                first.ask([["", *modules], os.getcwd(), variables], [1, 2, theirs.fileno()])
+                return
             self._process = subprocess.Popen(
-                command, env=variables, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
-            )
+                [sys.executable, __file__, str(theirs.fileno()), *modules], env=variables, pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
 
     def ask(self, request: object, descriptors: Sequence[int] = ()) -> Any:
         with self._turn:
@@ -145,11 +153,9 @@ class _Fork:
         return code
 
 
-def _serve() -> None:
+def _serve(link: socket.socket, modules: Sequence[str]) -> None:
     """What a `_Source` does: a number asks how that child has ended, anything else for another child."""
-    link = socket.socket(fileno=int(sys.argv[1]))
-    del sys.path[0]  # this file's folder
-    for name in sys.argv[2].split(","):
+    for name in modules:
         importlib.import_module(name)
     gc.freeze()
     while True:
@@ -177,7 +183,8 @@ def _serve() -> None:
 
 
 def _run(command: Sequence[str], folder: str, variables: Mapping[str, str], descriptors: Sequence[int]) -> None:
-    """The child, as Python would run ``-m MODULE`` or a script, which is told the numbers of its descriptors."""
+    """The child, as Python would run ``-m MODULE`` or a script, which is told the numbers of its descriptors; or another
+    source, of the modules behind an empty word."""
     for shown, descriptor in zip((1, 2), descriptors, strict=False):
         os.dup2(descriptor, shown)
         os.close(descriptor)
@@ -185,15 +192,18 @@ def _run(command: Sequence[str], folder: str, variables: Mapping[str, str], desc
     os.environ.clear()
     os.environ.update(variables)
     random.seed()
+    if not command[0]:
+        return _serve(socket.socket(fileno=descriptors[2]), command[1:])
     sys.argv = [command[-1], *map(str, descriptors[2:])]
     if command[0] == "-m":
         sys.path.insert(0, folder)
         del sys.modules[command[1]]  # it is the main one
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
     else:
-        sys.path.insert(0, os.path.dirname(command[0]))
+        sys.path[:0] = [os.path.dirname(command[0]), *filter(None, variables.get("PYTHONPATH", "").split(os.pathsep))]
         runpy.run_path(command[0], run_name="__main__")
 
 
 if __name__ == "__main__":
-    _serve()
+    del sys.path[0]  # this file's folder
+    _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])

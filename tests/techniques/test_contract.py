@@ -122,6 +122,7 @@ EXPENSIVE = {
     "batch": {"x4", "x8", "x16", "x32"},
     "precision": {"fp16", "autocast-fp16"},
     "shapes": {"static", "dynamic"},
+    "streams": {"per-core"},
 }
 """Left to the slow tests: a near twin or a mixture stands for them, or they cost too much."""
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ from fettle.techniques.precision import gradients_to_masters, masters_to_weights
 from fettle.train import Steps, TrainingWorkload, load_training, training_facts
 from fettle.train.steps import intervals_of, step_parts
 from fettle.workload import Target, find_target
+from tests.forking import run_script
 
 TINY = Path(__file__).parent / "tiny_loop.py"
 PLANNED = Path(__file__).parent / "planned.py"
@@ -284,12 +286,9 @@ def test_the_loop_is_plain_pytorch_that_runs(tmp_path):
     recipe = Recipe.parse("precision=autocast-bf16 optimizer=fused channels_last=on accumulate=x2 checkpoint=selective")
     text = source(recipe, FACTS, heading="A test.", target=Target(f"{TINY}:workload"))
     (tmp_path / "optimized.py").write_text(text)
-    done = subprocess.run(
-        [sys.executable, "optimized.py"], cwd=tmp_path, env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin"},
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    code, out, err = run_script(tmp_path / "optimized.py", {**os.environ, "PYTHONPATH": ""})
+    assert code == 0, err
+    lines = out.splitlines()
     assert len(lines) == 9
     assert lines[-2].startswith("step 7: loss ")
     assert lines[-1].startswith("8 steps, the last loss ")

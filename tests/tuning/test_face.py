@@ -19,6 +19,7 @@ from fettle.report import load_result, save
 from fettle.studies import Settings
 from fettle.study import Study
 from tests.conftest import quick_comparisons, quick_studies
+from tests.forking import forked
 
 pytestmark = pytest.mark.usefixtures("forks")
 TINY = Path(__file__).parents[1] / "train" / "tiny_loop.py"
@@ -29,6 +30,13 @@ GIVEN = {**FEW, "precision": ["fp32"], "grad": ["grad", "inference_mode"]}
 def quick() -> Iterator[None]:
     """Few rounds and processes: how certain a verdict is, is for the tests of the race."""
     with quick_studies(), quick_comparisons():
+        yield
+
+
+@pytest.fixture
+def training_forks() -> Iterator[None]:
+    """Children begin as forks of a process that has imported what every optimizer imports."""
+    with forked("torch._dynamo"):
         yield
 
 
@@ -144,9 +152,8 @@ def test_ctrl_c_ends_a_comparison_with_what_it_has() -> None:
     assert comparison_json(found)["interrupted"]
 
 
-def test_a_training_loop_is_found_out_raced_checked_and_applied(tmp_path: Path) -> None:
-    texts = ["zero_grad=zeros"]
-    found = fettle.bench(str(TINY), texts, max_rounds=4, settle=False)
+def test_a_training_loop_is_found_out_raced_checked_and_applied(tmp_path: Path, training_forks: None) -> None:
+    found = fettle.bench(str(TINY), ["zero_grad=zeros"], max_rounds=4, settle=False)
     assert not found.failed, found.trials[1].reason
     assert len(found.trials[1].accuracy.losses) > 3
     recipe = tmp_path / "recipe.toml"

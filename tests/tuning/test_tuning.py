@@ -26,6 +26,7 @@ from fettle.recipe_file import load_recipe
 from fettle.report import Result, save
 from fettle.techniques import load, source
 from tests.conftest import Run, quick_studies
+from tests.forking import forked
 
 WORK = """
 import torch
@@ -41,7 +42,7 @@ def other():
     model, batches = workload()
     return model, [2 * batch for batch in batches]
 """
-pytestmark = pytest.mark.usefixtures("forks")  # not yet where `tuned` is made: its processes start as themselves
+pytestmark = pytest.mark.usefixtures("forks")
 BUDGET_S = 1800
 FEW = {
     "grad": ["grad"],
@@ -74,7 +75,8 @@ def work(tmp_path: Path) -> Path:
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path, Path]:
     folder = tmp_path_factory.mktemp("tuned")
     (folder / "work.py").write_text(WORK)
-    result = fettle.tune(str(folder / "work.py"), techniques=FEW, budget_s=BUDGET_S, output=folder / "out")
+    with forked():
+        result = fettle.tune(str(folder / "work.py"), techniques=FEW, budget_s=BUDGET_S, output=folder / "out")
     save(result, folder / "out")
     return result, folder / "work.py", folder / "out"
 
@@ -166,7 +168,8 @@ def test_killed_at_any_moment_the_same_command_goes_on(work: Path, tmp_path: Pat
     out = tmp_path / "out"
     options = [f"--technique={name}={','.join(levels)}" for name, levels in FEW.items()]
     program = (
-        "from fettle.cli import main\nfrom tests.conftest import quick_studies\nwith quick_studies():\n    main()\n"
+        "from fettle.cli import main\nfrom tests.conftest import never_wait, quick_studies\n"
+        "never_wait()\nwith quick_studies():\n    main()\n"
     )
     command = ["tune", str(work), "-o", str(out), *options, "--budget", f"{BUDGET_S}s"]
     first = subprocess.Popen(
