@@ -229,6 +229,12 @@ def test_threads_of_a_slice_that_take_turns_on_one_core_tell_no_time(monkeypatch
     assert {one.best_ms for one in slices} == {None}
 
 
+def test_without_waiting_a_call_takes_no_longer_than_with_it(monkeypatch):
+    monkeypatch.setattr(Worker, "told", lambda self, apart, busy: 4e9)
+    _, slices = run(monkeypatch, lambda now: 1.0)
+    assert {one.best_ms for one in slices[1:]} == {40.0}
+
+
 def test_under_load_nothing_waits_and_time_elapsed_is_what_counts(monkeypatch):
     machine, slices = run(monkeypatch, lambda now: 1.0, patience_s=60.0, may_go_first=True, under_load=True)
     assert set(machine.asked) == {(False, False)}

@@ -361,7 +361,7 @@ def test_where_the_machine_changes_from_race_to_race_all_of_them_tell_the_figure
     assert found.low <= 9.5 <= found.high
     assert math.log(found.high / found.low) < (0.8 if swing > 1 else 1.0) * math.log(alone.high / alone.low)
     assert "all 9 races together" in said
-    assert f"{alone.low:.2f} to {alone.high:.2f}" in said
+    assert str(alone) in said
 
 
 @pytest.mark.parametrize(("slower_ms", "enough"), [(3.5, True), (9.0, False)])

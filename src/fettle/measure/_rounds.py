@@ -135,11 +135,12 @@ class Rounds:
         elif not first:
             self.patience.given_up = False
         runner.loads.append(load)
-        unhindered = answer.unhindered_ns
+        elapsed = statistics.median(answer.samples_ns)
+        unhindered = min(answer.unhindered_ns, elapsed)  # a few calls among many that waited can hold most of the time
         if not (load.is_quiet or first or apart or self.rules.under_load):
             unhindered = math.nan  # its threads may have shared a core: see `_waits.one_core_each`
         if first and load.waits <= LITTLE_WAITING:
-            unhindered = statistics.median(answer.samples_ns)
+            unhindered = elapsed
         elif first and load.waits > _TAKING_TURNS and not load.is_quota:
             unhindered = math.nan
         runner.samples_ns += answer.samples_ns
@@ -148,7 +149,7 @@ class Rounds:
             Slice(
                 process=runner.process,
                 round=number,
-                ms=round(statistics.median(answer.samples_ns) / 1e6, 6),
+                ms=round(elapsed / 1e6, 6),
                 unhindered_ms=None if math.isnan(unhindered) else round(unhindered / 1e6, 6),
                 quiet=load.is_quiet and not (first or apart),
                 waits=_rounded(load.waits),
