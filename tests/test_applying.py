@@ -48,7 +48,7 @@ def test_what_a_model_does_not_take_is_one_line(monkeypatch):
         raise RuntimeError("No conversion rule\nfor aten::qr")
 
     monkeypatch.setattr(applying, "_compiled", lambda *_: optimize)
-    with pytest.raises(fettle.UsageError, match="bf16 cannot be applied to this model: RuntimeError: No conversion rule$"):
+    with pytest.raises(fettle.UsageError, match=r"bf16 cannot be applied .*: No conversion rule$"):
         fettle.apply(torch.nn.Linear(4, 4), "precision=bf16", [torch.ones(3, 4)])
 
 

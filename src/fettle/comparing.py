@@ -145,7 +145,7 @@ def bench(
     `under_load` time elapsed beside whatever else the machine does is compared; with `polite` no slice goes before
     other processes' work. Raises `UsageError` for a recipe that cannot work here.
     """
-    several = recipes if isinstance(recipes, (list, tuple)) else [recipes]
+    several: Sequence[Any] = recipes if isinstance(recipes, (list, tuple)) else [recipes]
     options = Options(
         limits=limits or Limits(), budget_s=budget_s, confidence=confidence, nproc=nproc, under_load=under_load,
         polite=polite, effort=Effort(slice_s, max_rounds, REPLICATES),

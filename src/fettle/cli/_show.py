@@ -156,8 +156,7 @@ def print_table(console: Console, table: Table, title: str = "", without: Collec
     columns = [(name, texts) for name, texts in columns if any(texts)] or columns
     needed = [_least_width(name, texts, name in table.numbers) for name, texts in columns]
     gap = 2 if sum(needed) + 2 * len(needed) <= console.width else 1
-    shown = RichTable(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim", title_justify="left",
-                      title=escape(title or table.caption), title_style="bold")  # fmt: skip
+    shown = RichTable(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
     fit = max(1, sum(sum(needed[: i + 1]) + gap * i < console.width for i in range(len(columns))))
     room = console.width - sum(needed[:fit]) - gap * fit
     for (name, texts), width in zip(columns[:fit], needed, strict=False):  # what room is left goes to them in order
@@ -168,6 +167,8 @@ def print_table(console: Console, table: Table, title: str = "", without: Collec
     for number, kind in enumerate(table.kinds or [""] * len(rows)):
         shown.add_row(*(escape(texts[number]) for _, texts in columns[:fit]), style=_STYLES.get(kind, ""))
     console.print()
+    if heading := title or table.caption:  # not the table's own title, which wraps where that is narrow
+        console.print(heading, style="bold", markup=False)
     console.print(shown)
     if fit < len(columns):
         left = ", ".join(name for name, _ in columns[fit:])

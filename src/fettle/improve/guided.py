@@ -84,7 +84,10 @@ class Improvement:
             return f"{interval(tuned.speedup)} as fast as given, not verified."
         if verified.status == "failed":
             return f"Tuning found {interval(tuned.speedup)}, which a race of its own did not confirm: {verified.says}"
-        return f"{interval(verified.speedup or tuned.speedup)} as fast as given, verified in a race of its own."
+        ratio = verified.speedup or tuned.speedup
+        if ratio.low <= 1:
+            return f"Tuning found {interval(tuned.speedup)}; a race of its own, {interval(ratio)}, leaves that open."
+        return f"{interval(ratio)} as fast as given, verified in a race of its own."
 
     @property
     def failed(self) -> bool:
@@ -341,12 +344,13 @@ def _verify(run: _Run, results: Mapping[str, Any]) -> Step:
         return Step(name="verify", status="failed", says=f"{trial.recipe} is {trial.status}: {trial.reason}")
     known = trial.speedup is not None and trial.speedup.is_known
     kept = known and compared.verdicts[1] != "slower"
+    holds = "it holds" if compared.verdicts[1] == "faster" else "whether it is faster is open"
     pace = f"is {interval(trial.speedup)} as fast as given" if known else (
         "could not be compared with the workload as given, as others had too much of the machine"
     )  # fmt: skip
     says = f"{trial.recipe} {pace}, with {trial.accuracy.distance or 'answers that were not compared'}."
     return Step(name="verify", status="done" if kept else "failed", says=says, speedup=trial.speedup,
-                results={"verified": kept}, passes_on="to package: it holds" if kept else "")  # fmt: skip
+                results={"verified": kept}, passes_on=f"to package: {holds}" if kept else "")  # fmt: skip
 
 
 def _package(run: _Run, results: Mapping[str, Any]) -> Step:

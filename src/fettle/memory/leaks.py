@@ -77,7 +77,7 @@ class LeakReport:
 
     def sentence(self, leak: Leak) -> str:
         grew = f"{leak.growing_share:.0%} of {self.steps} steps ended higher"
-        return f"{size_text(leak.bytes_per_step)} a step ({leak.kind}); {grew}. {leak.what_to_do}"
+        return f"{size_text(leak.bytes_per_step)} a step ({leak.kind}); {grew}: {leak.what_to_do}"
 
 
 def find_leaks(snapshot: Snapshot, replay: Replay, groups: StackGroups, steps: Steps) -> LeakReport:
