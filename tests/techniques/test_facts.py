@@ -278,6 +278,15 @@ def test_what_other_runtimes_cannot_compute_is_seen_before_it_costs_a_trial():
     facts = probe_facts(Workload(Spectrum().eval(), [torch.rand(2, 4)]))
     assert conflict(Recipe.parse("runtime=openvino"), facts).endswith("OpenVINO cannot compute the model's fft_rfft")
     assert not conflict(Recipe.parse("runtime=onnxruntime"), facts)
+
+    class Experts(nn.Module):
+        def forward(self, x):
+            ends = torch.tensor([1, 4], dtype=torch.int32)
+            return torch.nn.functional.grouped_mm(x, torch.ones(2, 8, 16), offs=ends)
+
+    experts = probe_facts(Workload(Experts().eval(), [torch.rand(4, 8)]))
+    for text in ("runtime=openvino", "runtime=onnxruntime"):
+        assert conflict(Recipe.parse(text), experts).endswith("cannot compute the model's grouped_mm")
     doubles = probe_facts(Workload(nn.Conv2d(3, 4, 3).eval().double(), [torch.rand(2, 3, 8, 8).double()]))
     assert conflict(Recipe.parse("runtime=onnxruntime"), doubles).endswith(
         "ONNX Runtime has no conv2d in float64 on a CPU"

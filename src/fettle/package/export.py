@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import tempfile
 import zipfile
@@ -44,14 +43,22 @@ from fettle.package.requires import needed
 from fettle.package.settings import ServeSettings, as_toml, powers
 from fettle.package.tensors import TensorSpec
 from fettle.recipe import Recipe
-from fettle.techniques import CATALOGUE, Facts, canonical, changed, cpu_flags, find, handed_on, quantize_exported
+from fettle.techniques import (
+    CATALOGUE,
+    DTYPES,
+    Facts,
+    canonical,
+    changed,
+    cpu_flags,
+    find,
+    handed_on,
+    quantize_exported,
+)
 from fettle.workload import Workload
 
 MORE_ERROR = 1.25
 """A package may be this factor above the error that its recipe was tuned with."""
 _STATIC = "int8-static"
-_TYPES = re.compile(r"dtype|scalar type|BFloat16|Half")
-"""In what torch says of an operator whose arguments differ in their type."""
 
 
 def check_installed() -> None:
@@ -111,6 +118,10 @@ def write_package(
             if choices[1:]:  # keys and values are kept, by an attention of the package's own
                 served, recipe = served.without("attention"), recipe.without("attention")
         flat, program, most = _exported(choices, recipe, settings.max_rows)
+        if (level := served.levels.get("precision")) in DTYPES:
+            # A graph of float32 does not say what is float32 under any precision, and what is in the weights' type.
+            flat.to_16_bits(level)
+            program = export_program(flat, flat.samples, flat.shapes, most)
         compiles = recipe.levels.get("compile") == "default" or recipe.levels.get("kv_cache", "").startswith("static-")
         if compiles and PAST in flat.names and SOURCE not in flat.names:
             served = Recipe({**served.without("compile").levels, "kv_cache": COMPILED_STEP})
@@ -222,7 +233,9 @@ def _store(
             converted = quantize_exported(program.module(), [tuple(batch) for batch in flat.calibration])
         program = export_program(_Again(converted), flat.samples, flat.shapes, manifest.max_rows)
     save_program(program, folder)
-    applied = tuple(name for name in levels if find(name).before_export or name in calibrated)
+    applied = tuple(
+        name for name, level in levels.items() if find(name).before_export or name in calibrated or level in DTYPES
+    )
     four_bits = tuple(handed_on(recipe, evidence).get("int4_layers", ()))
     return msgspec.structs.replace(manifest, recipe=levels, applied=applied, four_bits=four_bits)
 
@@ -276,8 +289,8 @@ def _judge(flat: Flat, folder: Path, kept: Manifest, evidence: Mapping[str, Any]
         raise
     except Exception as error:
         # The compiler's code for any number of rows fails for some models: then each size gets code of its own.
-        if kept.recipe.get("compile", "off") == "off" or "shapes" in kept.recipe or _mixes_types(kept, error):
-            raise UsageError(_why(kept, error)) from error
+        if kept.recipe.get("compile", "off") == "off" or "shapes" in kept.recipe:
+            raise UsageError(f"the tuned model fails: {first_line(error)}") from error
         kept = msgspec.structs.replace(kept, recipe={**kept.recipe, "shapes": "static"})
         return _judge(flat, folder, kept, evidence, writes)
     errors = [_error(flat.paths, *pair) for pair in zip(own_answers, flat.wanted, strict=False)]
@@ -311,21 +324,6 @@ def _divergence(answer: torch.Tensor, wanted: torch.Tensor) -> float:
     """The mean KL divergence of scores [rows, vocabulary] from those of the model as given, in nats."""
     said, right = answer.float().log_softmax(-1), wanted.float().log_softmax(-1)
     return float((right.exp() * (right - said)).nansum(-1).mean())  # a score of -inf has no part in it
-
-
-def _mixes_types(kept: Manifest, error: Exception) -> bool:
-    return kept.recipe.get("precision") in ("bf16", "fp16") and _TYPES.search(str(error)) is not None
-
-
-def _why(kept: Manifest, error: Exception) -> str:
-    """Why a stored model with its recipe does not run, and what to do."""
-    if not _mixes_types(kept, error):
-        return f"the tuned model fails: {first_line(error)}"
-    level = kept.recipe["precision"]
-    dtype = {"bf16": "bfloat16", "fp16": "float16"}[level]
-    return (f"precision={level} cannot be packaged for this model: exported in float32, a part of it stays float32 and "
-            f"meets what is {dtype}. Package it with precision=autocast-{level}, or give the model in {dtype} "
-            f"already, model.to(torch.{dtype}), without precision={level}")  # fmt: skip
 
 
 def _error(paths: Sequence[str], answers: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:

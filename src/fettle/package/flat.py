@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from fettle.package.program import TOGETHER
 from fettle.package.tensors import FROM_NUMPY, TensorSpec
 from fettle.recipe import Recipe
 from fettle.techniques import find, to_eval
-from fettle.workload import Workload, device_of, leaves, map_tensors, tensors
+from fettle.workload import Workload, device_of, leaves, map_tensors, spread, tensors
 
 MOST_JUDGED = 2
 """Batches on which a package's answers are compared with the model's, beside the sample."""
@@ -34,6 +35,7 @@ class Flat(torch.nn.Module):
         assert isinstance(workload.model, torch.nn.Module)
         self.inner = workload.model
         to_eval(self.inner)
+        self.run: Callable[[Any], Any] = lambda batch: workload.run(self.inner, batch)
         self.workload = workload
         first = workload.inputs[0]
         paths = [path for path, leaf in leaves(first) if isinstance(leaf, torch.Tensor)]
@@ -84,6 +86,19 @@ class Flat(torch.nn.Module):
             self._check_rows()
         # Only now, so that answers are compared with those of the model as it was given.
         self.inner = _rewritten(workload, self.inner, recipe)
+
+    def to_16_bits(self, level: str) -> None:
+        """Let the model compute as `precision` with this level has it; its inputs and outputs keep their types."""
+        from fettle.applying import apply
+
+        self.inner = copy.deepcopy(self.inner)  # the caller's stays as it was given
+        fast = apply(self.inner, Recipe({"precision": level}), list(self.workload.inputs), call=self.workload.call)
+
+        def run(batch: Any) -> Any:
+            args, kwargs = spread(batch)
+            return fast(*args, **kwargs)
+
+        self.run = run
 
     def twice(self) -> list[torch.Tensor]:
         """The sample with its rows twice over."""
@@ -143,7 +158,7 @@ class Flat(torch.nn.Module):
         batch = map_tensors(lambda tensor: next(left), self.workload.inputs[0])
         if next(left, None) is not None:
             raise UsageError("the model's inputs can be tuples, lists, dicts and dataclasses of tensors only")
-        outputs = list(leaves(self.workload.run(self.inner, batch)))
+        outputs = list(leaves(self.run(batch)))
         self.paths = [path for path, leaf in outputs if isinstance(leaf, torch.Tensor)]
         return tuple(leaf for _, leaf in outputs if isinstance(leaf, torch.Tensor))
 

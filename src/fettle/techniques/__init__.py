@@ -49,6 +49,7 @@ from fettle.techniques._state_kept import put_modes_back, state_kept, to_eval
 from fettle.techniques._tensor import split_bytes, tensor_plan
 from fettle.techniques._transformers import hf_attention, is_transformers
 from fettle.techniques.batch import LARGEST, enlarged
+from fettle.techniques.precision import DTYPES
 from fettle.techniques.quantize import quantize_exported
 from fettle.techniques.runtime import int8_part, openvino_precision
 
@@ -57,13 +58,13 @@ for _file in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{_file.name}")
 
 __all__ = [
-    "CATALOGUE", "LARGEST", "PYTHON", "Bundle", "Code", "Facts", "Learned", "Level", "Notes", "OpenvinoRequest",
-    "Technique", "batch_factor", "bundles", "canonical", "changed", "check_names", "conflict", "cpu_flags", "enlarged",
-    "environment", "exported_program", "factors", "find", "for_parts", "handed_on", "hf_attention", "idle",
-    "int8_part", "is_calibrated", "is_transformers", "keep_converted", "keeps_memory", "kind_of", "known_levels",
-    "learned_types", "load", "loads_cuda_libraries", "machine_facts", "modules_by_size", "needs_of", "only_saving",
-    "openvino_core", "openvino_model", "openvino_precision", "openvino_saturates", "parts_lines", "parts_sentence",
-    "preconditions", "probe_facts", "put_modes_back", "quantize_exported", "register", "repeated_blocks", "respelled",
-    "run_by", "shard", "source", "split_bytes", "split_over", "state_kept", "tally", "tensor_plan", "to_eval",
-    "unchanged", "uses_ranks",
+    "CATALOGUE", "DTYPES", "LARGEST", "PYTHON", "Bundle", "Code", "Facts", "Learned", "Level", "Notes",
+    "OpenvinoRequest", "Technique", "batch_factor", "bundles", "canonical", "changed", "check_names", "conflict",
+    "cpu_flags", "enlarged", "environment", "exported_program", "factors", "find", "for_parts", "handed_on",
+    "hf_attention", "idle", "int8_part", "is_calibrated", "is_transformers", "keep_converted", "keeps_memory",
+    "kind_of", "known_levels", "learned_types", "load", "loads_cuda_libraries", "machine_facts", "modules_by_size",
+    "needs_of", "only_saving", "openvino_core", "openvino_model", "openvino_precision", "openvino_saturates",
+    "parts_lines", "parts_sentence", "preconditions", "probe_facts", "put_modes_back", "quantize_exported", "register",
+    "repeated_blocks", "respelled", "run_by", "shard", "source", "split_bytes", "split_over", "state_kept", "tally",
+    "tensor_plan", "to_eval", "unchanged", "uses_ranks",
 ]  # fmt: skip

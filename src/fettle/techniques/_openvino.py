@@ -8,14 +8,18 @@ from fettle.techniques._exported import exported_program, openvino_core
 from fettle.techniques._openvino_int8 import openvino_int8_part, openvino_saturates
 
 
-def openvino_sums(program: Any) -> Any:
-    """The program with its `index_add`, of which OpenVINO 2026.4 converts none, as `scatter_add`."""
+def openvino_operators(program: Any) -> Any:
+    """The program in operators that OpenVINO 2026.4 converts: `index_add`, of which it has none, as `scatter_add`, and
+    `unfold` along an axis that is counted from the first."""
     aten = torch.ops.aten
 
     def index_add(tensor: Any, dim: int, index: Any, source: Any, alpha: float = 1) -> Any:
         across = index.reshape([-1 if axis == dim % tensor.dim() else 1 for axis in range(tensor.dim())])
         return aten.scatter_add(tensor, dim, across.expand_as(source), source * alpha)
 
+    for node in program.graph.nodes:
+        if node.target is aten.unfold.default:
+            node.update_arg(1, node.args[1] % node.args[0].meta["val"].dim())
     met = any(node.target in (aten.index_add.default, aten.index_add_.default) for node in program.graph.nodes)
     return program.run_decompositions({aten.index_add.default: index_add}) if met else program
 
@@ -31,7 +35,7 @@ def openvino_model(program: Any, samples: Any, level: str, part: Any = None) -> 
 
     with warnings.catch_warnings():  # from inside the converter, about torch's trees
         warnings.filterwarnings("ignore", ".*(LeafSpec|TreeSpec).*", FutureWarning)
-        model = openvino.convert_model(openvino_sums(program))
+        model = openvino.convert_model(openvino_operators(program))
     # The converter leaves every size open: those that the program fixes are fixed again.
     given = {node.name: node.meta["val"].shape for node in program.graph.nodes if node.op == "placeholder"}
     shapes = [given[name] for name in program.graph_signature.user_inputs]
@@ -269,7 +273,7 @@ def openvino_streams_engine(
 
 
 MODEL = (
-    openvino_core, openvino_tail, openvino_bf16_sums, openvino_angles, openvino_sums, openvino_model,
+    openvino_core, openvino_tail, openvino_bf16_sums, openvino_angles, openvino_operators, openvino_model,
     openvino_converted, OpenvinoRequest,
 )  # fmt: skip
 """All that both engines need in a file of their own."""

@@ -195,9 +195,11 @@ _EXPORTED_SDPA = torch.ops.aten.scaled_dot_product_attention.default
 """What an exported program calls."""
 
 
-_NOT_OPENVINO = ("fft_", "stft", "istft", "scatter_reduce")
-_NOT_ONNXRUNTIME = ("conv", "lstm", "gru", "group_norm", "erf")
-"""How the names of functions begin that OpenVINO 2026.4, and ONNX Runtime 1.31 in float64, have no kernel for."""
+_NOT_OPENVINO = ("fft_", "stft", "istft", "scatter_reduce", "grouped_mm")
+_NOT_ONNXRUNTIME = ("grouped_mm",)
+_NOT_IN_FLOAT64 = ("conv", "lstm", "gru", "group_norm", "erf")
+"""How the names of functions begin that OpenVINO 2026.4 and ONNX Runtime 1.31, in all types and in float64, cannot
+compute. The products of a mixture of experts are ``grouped_mm``."""
 
 
 class _SeesCalls(torch.overrides.TorchFunctionMode):
@@ -217,7 +219,9 @@ class _SeesCalls(torch.overrides.TorchFunctionMode):
         name = getattr(func, "__name__", "").partition(".")[0].strip("_")
         if name.startswith(_NOT_OPENVINO):
             self.cannot_run["openvino"] = f"OpenVINO cannot compute the model's {name}"
-        if name.startswith(_NOT_ONNXRUNTIME) and getattr(args[:1] and args[0], "dtype", None) == torch.float64:
+        if name.startswith(_NOT_ONNXRUNTIME):
+            self.cannot_run["onnxruntime"] = f"ONNX Runtime cannot compute the model's {name}"
+        if name.startswith(_NOT_IN_FLOAT64) and getattr(args[:1] and args[0], "dtype", None) == torch.float64:
             self.cannot_run["onnxruntime"] = f"ONNX Runtime has no {name} in float64 on a CPU"
         return func(*args, **(kwargs or {}))
 

@@ -172,8 +172,8 @@ class Runtime(Technique):
         cpu = "" if facts.device == "cpu" else f"the work is on {facts.device}, and this level runs on the CPU"
         cuda = facts.not_nvidia if facts.device == "cuda" else "TensorRT needs a CUDA device"
         gpu = "" if facts.device == "cuda" else "it is for GPUs: on a CPU runtime=aoti compiles an exported model"
-        openvino = cannot or cpu or _missing(facts, "openvino") or facts.cannot_run.get("openvino", "")
-        stateful = text or cpu or _missing(facts, "openvino")
+        kernels = cpu or _missing(facts, "openvino") or facts.cannot_run.get("openvino", "")
+        openvino, stateful = cannot or kernels, text or kernels
         bf16 = "" if facts.has_bf16 else "this CPU has no bfloat16 instructions"
         data = "" if facts.calibration_batches else "no batches to calibrate on: give at least two"
         onnx = facts.not_nvidia or (_missing(facts, "onnxruntime-gpu") if facts.device == "cuda" else cpu)
