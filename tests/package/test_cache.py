@@ -333,7 +333,7 @@ def test_other_weights_in_few_bits_are_refused(tmp_path):
 def test_compiled_ahead_of_time_it_reads_the_cache_where_it_lies(tmp_path, monkeypatch, kind):
     """A cache's rows are a part of a larger tensor, in an order of their own and in the type that is computed in."""
     monkeypatch.setenv("FETTLE_CACHE", str(tmp_path / "cache"))
-    package = packaged(tmp_path / "m", gpt2(layers=1).to(kind), "compile=default grad=inference_mode")
+    package = packaged(tmp_path / "m", gpt2(layers=1).to(kind), "compile=default freeze=on grad=inference_mode")
     assert list((tmp_path / "cache").rglob("*.pt2"))
     running = find_handler(package, ModelRunner(package), "").running(8, 0, 8)
     assert running.cache._past.dtype == kind

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from fettle.errors import UsageError
-from fettle.package.compiled import compiled, wanted
+from fettle.package.compiled import COMPILING, compiled, wanted
 from fettle.package.function import Blocks, Function, as_function
 from fettle.package.manifest import SAMPLES, Manifest, Package
 from fettle.package.program import load_program
@@ -147,7 +147,8 @@ def tuned(folder: Path, manifest: Manifest, samples: Sequence[torch.Tensor], dev
         return OpenvinoModel(folder, manifest.recipe.get("runtime", "openvino"))
     if manifest.model != "exported":
         raise UsageError(f"the package's model is stored as {manifest.model[:40]!r}, which this fettle does not know")
-    recipe = Recipe(manifest.recipe).without("kv_cache")
+    step = (*COMPILING, "kv_cache") if "kv_cache" in manifest.recipe else ()  # which is compiled by itself, later
+    recipe = Recipe(manifest.recipe).without(*step)
     rest = recipe.without(*manifest.applied)
     if blocks := _blocks(rest, manifest.four_bits):
         if device != "cpu":
