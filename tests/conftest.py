@@ -121,8 +121,8 @@ def pytest_collection_finish():
 
 @contextlib.contextmanager
 def quick_studies(**changes: Any) -> Iterator[None]:
-    """Studies of few rounds and processes, with other changes of their options: how certain a verdict is, is for the tests
-    of the race."""
+    """Studies of few rounds and processes, with other changes of their options; how certain a verdict is, is for the
+    tests of the race."""
     import fettle
     from fettle.tuning import Effort
 

@@ -147,8 +147,12 @@ for line in sys.argv[1:]:
 
 def test_what_libraries_print_does_not_reach_the_terminal(tmp_path: Path) -> None:
     (tmp_path / "loud.py").write_text(LOUD)
-    lines = ["plan loud.py --world-size 2 --strategy ddp --json", "serve package loud.py:served --json",
-             "trace record loud.py:step --active 1 --warmup 1 --json", "doctor loud.py --fail-on never --json"]  # fmt: skip
+    lines = [
+        "plan loud.py --world-size 2 --strategy ddp --json",
+        "serve package loud.py:served --json",
+        "trace record loud.py:step --active 1 --warmup 1 --json",
+        "doctor loud.py --fail-on never --json",
+    ]
     command = [sys.executable, "-c", COMMANDS_IN_TURN, *lines]
     done = subprocess.run(command, input="typed", capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
