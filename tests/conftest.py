@@ -76,7 +76,7 @@ _LONG = (
     "tuning/test_tuning.py", "techniques/test_contract.py", "diagnose/test_diagnose.py", "serve/test_server.py",
     "measure/test_race.py", "slo/test_search.py", "train/test_tune_training.py", "inputs/test_faults.py",
     "serve/engine/test_scale.py", "workloads/test_workloads.py", "package/test_cache.py", "tuning/test_face.py",
-    "test_docs.py", "train/test_training_techniques.py",
+    "test_docs.py", "train/test_training_techniques.py", "measure/test_ranks.py",
 )  # fmt: skip
 
 
