@@ -76,7 +76,7 @@ _LONG = (
     "tuning/test_tuning.py", "techniques/test_contract.py", "diagnose/test_diagnose.py", "serve/test_server.py",
     "measure/test_race.py", "slo/test_search.py", "train/test_tune_training.py", "inputs/test_faults.py",
     "serve/engine/test_scale.py", "workloads/test_workloads.py", "package/test_cache.py", "tuning/test_face.py",
-    "test_docs.py", "train/test_training_techniques.py",
+    "test_docs.py", "train/test_training_techniques.py", "measure/test_ranks.py",
 )  # fmt: skip
 
 
@@ -121,7 +121,7 @@ def pytest_collection_finish():
 
 @contextlib.contextmanager
 def quick_studies(**changes: Any) -> Iterator[None]:
-    """Studies of few rounds and processes, with other changes of their options: how certain a verdict is, is for the
+    """Studies of few rounds and processes, with other changes of their options; how certain a verdict is, is for the
     tests of the race."""
     import fettle
     from fettle.tuning import Effort

@@ -183,8 +183,8 @@ def _serve(link: socket.socket, modules: Sequence[str]) -> None:
 
 
 def _run(command: Sequence[str], folder: str, variables: Mapping[str, str], descriptors: Sequence[int]) -> None:
-    """The child, as Python would run ``-m MODULE`` or a script, which is told the numbers of its descriptors; or
-    another source, of the modules behind an empty word."""
+    """The child, as Python would run ``-m MODULE`` or a script, which is told the numbers of its descriptors; behind an
+    empty word come the modules of another source."""
     for shown, descriptor in zip((1, 2), descriptors, strict=False):
         os.dup2(descriptor, shown)
         os.close(descriptor)

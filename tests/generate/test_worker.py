@@ -148,6 +148,7 @@ def test_another_length_or_another_text_is_another_workload(target: Target) -> N
     assert len({fingerprint(work) for work in (made, replace(made), *others)}) == 5
 
 
+@pytest.mark.usefixtures("forks")
 def test_goals_of_text_are_for_text(tmp_path: Path) -> None:
     import torch
 
