@@ -101,7 +101,7 @@ def test_a_worker_that_is_killed_costs_its_size(store):
 
     made = calibrate(open_package(store / "net-1"), most=8, seconds=0.01, on_progress=kill)
     assert {1, 2, 3} <= made.samples.keys()
-    assert "signal 9" in made.failures[4]
+    assert "SIGKILL" in made.failures[4]
 
 
 def test_a_package_whose_calls_have_eight_rows_is_timed_at_eight(store):

@@ -32,7 +32,7 @@ HEAVY = [
     "modernbert_base",
 ]  # fmt: skip
 TRAINED = ["ocr", "speech", "detection"]
-SLOW = {*HEAVY, "gpt2_generate", "bert_base"}
+SLOW = {*HEAVY, "gpt2_generate", "bert_base", "resnet50"}
 """Left to the slow tests; of `gpt2_generate` one row is run in each run of the tests."""
 ALL = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in (*LIGHT, *HEAVY)]
 

@@ -19,6 +19,7 @@ from fettle.generate.speed import Generation
 from fettle.measure._load import Load
 from fettle.recipe import Recipe
 from fettle.techniques import learned_types, respelled
+from fettle.units import MOST_APART
 
 _RENAMED = {"heat": "race"}
 """Fields as earlier versions called them, and as they are called now."""
@@ -36,9 +37,8 @@ class Interval:
 
     @property
     def is_known(self) -> bool:
-        """Whether a ratio is known to within twenty times: of two or three rounds an interval can reach from nothing to
-        thousands, and then no figure is shown of it and nothing claimed."""
-        return 0 < self.high <= 20 * self.low
+        """Whether a ratio is known well enough to be shown and to claim something."""
+        return 0 < self.high <= MOST_APART * self.low
 
     @property
     def text(self) -> str:

@@ -54,6 +54,8 @@ class Pool(SimpleNamespace):
 class Process:
     """A process that only notes what it is sent."""
 
+    how_it_ended = "ended with exit code 1"
+
     def __init__(self):
         self.sent = []
 
