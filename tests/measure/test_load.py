@@ -57,30 +57,31 @@ def nvml(monkeypatch, *, running=(1,), utilisation=(), reasons=0, now=1500, miss
 def test_what_other_processes_have_is_counted_once_each(monkeypatch):
     nvml(monkeypatch, utilisation=[(1, 90), (7, 30), (7, 40), (8, 10)])
     load = with_gpu(Load(others=0.01), "GPU-1", {1})
-    assert load.others == pytest.approx(0.5)
+    assert (load.others, load.gpu) == (0.01, pytest.approx(0.5))
     assert not load.is_quiet
+    assert str(load) == "others took 50% of a GPU"
 
 
 def test_a_part_of_a_gpu_is_found_by_the_name_that_it_has(monkeypatch):
     nvml(monkeypatch, utilisation=[(7, 40)], gpus=("MIG-1",))
-    assert with_gpu(Load(), "GPU-1", {1}).others == 0.4
+    assert with_gpu(Load(), "GPU-1", {1}).gpu == 0.4
 
 
 def test_a_gpu_of_our_own_is_quiet(monkeypatch):
     nvml(monkeypatch, utilisation=[(1, 99)])
     assert with_gpu(Load(), "GPU-1", {1}).is_quiet
     nvml(monkeypatch)
-    assert with_gpu(Load(), "GPU-1", {1}).others == 0
+    assert with_gpu(Load(), "GPU-1", {1}).gpu == 0
 
 
 def test_what_was_seen_before_the_clock_was_set_back_is_no_load_of_now(monkeypatch):
     nvml(monkeypatch, utilisation=[(7, 90)], late_s=3600)
-    assert with_gpu(Load(), "GPU-1", {1}).others == 0
+    assert with_gpu(Load(), "GPU-1", {1}).gpu == 0
 
 
 def test_other_process_numbers_than_ours_say_nothing_of_the_others(monkeypatch):
     nvml(monkeypatch, running=(4711,), utilisation=[(4711, 99)])
-    assert math.isnan(with_gpu(Load(), "GPU-1", {1}).others)
+    assert math.isnan(with_gpu(Load(), "GPU-1", {1}).gpu)
 
 
 def test_a_clock_below_its_best_counts_only_where_something_throttles(monkeypatch):
@@ -96,7 +97,7 @@ def test_of_several_gpus_the_worst_counts(monkeypatch, order):
     load = Load()
     for gpu in order:
         load = with_gpu(load, gpu, {1})
-    assert (load.others, load.clock) == (0.4, 0.75)
+    assert (load.gpu, load.clock) == (0.4, 0.75)
 
 
 def test_what_a_recipe_itself_draws_is_no_neighbour(monkeypatch):

@@ -172,6 +172,19 @@ def test_each_gpu_that_a_slice_used_is_looked_at(monkeypatch):
     assert looked_at == ["GPU-1", "GPU-2"] * 2
 
 
+@pytest.mark.parametrize("until_s", [10.0, math.inf])
+def test_what_others_have_of_a_gpu_is_waited_for_and_never_taken_out(monkeypatch, until_s):
+    def beside(load, gpu, own):
+        return replace(load, gpu=0.6 if _rounds.time.monotonic() < until_s else 0.0)
+
+    monkeypatch.setattr(Worker, "gpus", ("GPU-1",))
+    monkeypatch.setattr(_rounds, "with_gpu", beside)
+    machine, slices = run(monkeypatch, lambda now: 0.0, patience_s=20.0, may_go_first=True)
+    assert all(one.best_ms is None for one in slices if not one.quiet)
+    assert len({(one.process, one.round) for one in slices if one.quiet}) == (12 if until_s == 10 else 0)
+    assert machine.now < (12 if until_s == 10 else 30)
+
+
 def test_a_comparison_is_quiet_where_both_sides_were():
     """The baseline was disturbed from the third round on; the recipe's slices were made again in quiet."""
 

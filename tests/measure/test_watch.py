@@ -35,6 +35,7 @@ def load_of(*readings: Reading, own_s: float = 0.0, waits: float = math.nan) -> 
 def test_what_our_processes_had_is_not_the_others():
     assert load_of(START, after(1.0, busy_s=2.0), own_s=1.9).others == pytest.approx(0.05)
     assert load_of(START, after(1.0, busy_s=2.0), own_s=1.9).is_quiet
+    assert load_of(START, after(1.0, busy_s=1.0), own_s=1.5).others == 0.0  # clocks of two kinds
 
 
 def test_a_neighbour_on_one_of_two_cores_is_seen():

@@ -18,7 +18,7 @@ slices on a quiet machine with two cores had less (5%); what the ticks of many c
 One busy process is more than that on up to 200 cores."""
 QUIET_OTHERS = 0.08
 """Share of the machine's cores that others may have in a quiet slice whose threads did not wait. The most of those
-slices was 5.3%."""
+slices was 5.3%. They may have as much of a GPU."""
 QUIET_CLOCK = 0.9
 """A clock below this share of the fastest that was seen, while heat or a GPU's driver throttled it, is no quiet one."""
 
@@ -39,6 +39,8 @@ class Load:
     """Share of the time in which a cgroup's quota stopped us."""
     clock: float = math.nan
     """Clock of the cores over the fastest that was seen, where the machine says that heat has throttled it."""
+    gpu: float = math.nan
+    """Share that processes which are not ours had of a GPU of the slice, the most of several."""
     slept: bool = False
     """The machine was suspended meanwhile."""
     replugged: bool = False
@@ -57,6 +59,7 @@ class Load:
             or self.steal > QUIET_OTHERS
             or self.throttled > QUIET_WAITS
             or self.clock < QUIET_CLOCK
+            or self.gpu > QUIET_OTHERS
         )
 
     @property
@@ -72,6 +75,8 @@ class Load:
             words.append(f"others took {self.others:.0%} of the cores")
         if self.steal > QUIET_OTHERS / 2:
             words.append(f"the hypervisor took {self.steal:.0%}")
+        if self.gpu > QUIET_OTHERS / 2:
+            words.append(f"others took {self.gpu:.0%} of a GPU")
         if self.throttled > QUIET_WAITS:
             words.append(f"a cgroup's quota stopped it {self.throttled:.0%} of the time")
         if self.clock < QUIET_CLOCK:
@@ -91,7 +96,7 @@ def mean_load(loads: Iterable[Load]) -> Load:
         values = [getattr(load, name) for load in every if not math.isnan(getattr(load, name))]
         return sum(values) / len(values) if values else math.nan
 
-    names = ("waits", "others", "steal", "pressure", "throttled", "clock")
+    names = ("waits", "others", "steal", "pressure", "throttled", "clock", "gpu")
     cores = max((load.cores for load in every), default=2)
     slept, replugged = any(load.slept for load in every), any(load.replugged for load in every)
     return Load(**{name: round(mean(name), 4) for name in names}, slept=slept, replugged=replugged, cores=cores)
@@ -123,8 +128,8 @@ _LOOK_BACK_US = 1_000_000
 
 
 def with_gpu(load: Load, uuid: str, own: Collection[int]) -> Load:
-    """`load` with that of the GPU of this `uuid`, of which the processes `own` are ours, where that is the worse of the
-    two; unchanged where NVML is not there or does not say.
+    """`load` with that of the GPU of this `uuid`, of which the processes `own` are ours; unchanged where NVML is not
+    there or does not say.
 
     Calls: NVIDIA's *NVML API Reference Guide*, "Device Queries". NVML may know other process numbers than we do (in a
     container): where none of ours is on the device by its account, nothing is said of the others.
@@ -134,7 +139,6 @@ def with_gpu(load: Load, uuid: str, own: Collection[int]) -> Load:
         running = {process.pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(device)}
     except Exception:
         return load
-    others = load.others
     if running & set(own):
         try:
             since = int(time.time() * 1e6) - _LOOK_BACK_US
@@ -146,7 +150,7 @@ def with_gpu(load: Load, uuid: str, own: Collection[int]) -> Load:
             # One from a moment that is still to come was taken before the clock was set back.
             if sample.pid not in own and sample.timeStamp <= time.time() * 1e6:
                 busiest[sample.pid] = max(busiest.get(sample.pid, 0.0), sample.smUtil / 100)
-        others = max([sum(busiest.values()), *([others] if others > 0 else [])])
+        load = replace(load, gpu=max(sum(busiest.values()), load.gpu))  # the first where the second is NaN
     try:
         usual = (
             nvml.nvmlClocksThrottleReasonGpuIdle | nvml.nvmlClocksThrottleReasonApplicationsClocksSetting
@@ -156,6 +160,6 @@ def with_gpu(load: Load, uuid: str, own: Collection[int]) -> Load:
         now, most = (get(device, nvml.NVML_CLOCK_SM)
                      for get in (nvml.nvmlDeviceGetClockInfo, nvml.nvmlDeviceGetMaxClockInfo))  # fmt: skip
     except Exception:
-        return replace(load, others=others)
+        return load
     clock = min(now / most, load.clock) if slowed and most else load.clock  # the first where the second is NaN
-    return replace(load, others=others, clock=clock)
+    return replace(load, clock=clock)

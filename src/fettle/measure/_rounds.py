@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from fettle.measure import _statistics
 from fettle.measure._candidates import Runner, Started
-from fettle.measure._load import Load, with_gpu
+from fettle.measure._load import QUIET_OTHERS, Load, with_gpu
 from fettle.measure._priority import HIGHEST, READY, prefer
 from fettle.measure._process import WorkerError
 from fettle.measure._rules import OnProgress, Progress, Rules
@@ -43,6 +43,8 @@ class Rounds:
     watch: Watch = field(default_factory=Watch)
     own: set[int] = field(default_factory=set)
     """Processes of the race that use a GPU."""
+    _gpus: Sequence[str] = ()
+    """What the last slice used."""
     _busy_until: float = 0.0
     """Until when the machine is taken to be busy, after a slice in which others had it."""
     _first: set[int] = field(default_factory=set)
@@ -98,12 +100,17 @@ class Rounds:
                 return
             if self.patience.may_wait() and not load.is_quota:
                 self.on_progress(Progress(f"the machine is busy ({load}): waiting for a quiet moment"))
-                came = self.patience.wait(self.watch, self.rules.deadline)
+                came = self.patience.wait(self.watch, self.rules.deadline, self._with_gpus)
                 self._busy_until = 0.0 if came else time.monotonic() + _BUSY_S
                 if came:
                     continue
             if first or not self.rules.may_go_first:
                 return
+
+    def _with_gpus(self, load: Load) -> Load:
+        for gpu in self._gpus:
+            load = with_gpu(load, gpu, self.own)
+        return load
 
     def _nobody_first(self) -> None:
         while self._first:
@@ -126,9 +133,8 @@ class Rounds:
         runner.worker.pause()
         runner.turns_s.append(time.monotonic() - began)
         self.watch.mark(answer.cpu_s)
-        load = self.watch.load(answer.waits)
-        for gpu in answer.gpus:
-            load = with_gpu(load, gpu, self.own)
+        self._gpus = answer.gpus
+        load = self._with_gpus(self.watch.load(answer.waits))
         if not load.is_quiet:
             now = time.monotonic()
             self._busy_until = now + max(_BUSY_S, 4 * (now - began))  # or every long call would be made twice
@@ -143,6 +149,8 @@ class Rounds:
             unhindered = elapsed
         elif first and load.waits > _TAKING_TURNS and not load.is_quota:
             unhindered = math.nan
+        if load.gpu > QUIET_OTHERS:
+            unhindered = math.nan  # nobody goes first on a GPU, nor says how long a call waited for it
         runner.samples_ns += answer.samples_ns
         runner.texts += answer.texts
         runner.slices.append(

@@ -112,14 +112,15 @@ class Watch:
             clock=(last.clock_mhz or 0.0) / self._fastest_mhz if is_hot else math.nan,
         )
 
-    def wait_for_quiet(self, most_s: float) -> bool:
-        """Wait, all our processes stopped, until nobody else is busy; whether that came within `most_s`."""
+    def wait_for_quiet(self, most_s: float, beside: Callable[[Load], Load] = lambda load: load) -> bool:
+        """Wait, all our processes stopped, until nobody else is busy; whether that came within `most_s`. `beside` adds
+        what is to be looked at beside the cores."""
         end = time.monotonic() + most_s
         self.restart()
         while time.monotonic() < end:
             time.sleep(min(0.3, max(0.0, end - time.monotonic())))
             self.mark()
-            load = self.load()
+            load = beside(self.load())
             if load.is_quiet and not load.pressure > 0.2:
                 return True
             if len(self._readings) > 2:
@@ -142,10 +143,10 @@ class Patience:
         """Whether to wait at all."""
         return self.left_s > 0.5 and not self.given_up
 
-    def wait(self, watch: Watch, deadline: float) -> bool:
-        """Wait for a quiet machine, the deadline in mind; whether it came."""
+    def wait(self, watch: Watch, deadline: float, beside: Callable[[Load], Load] = lambda load: load) -> bool:
+        """Wait for a quiet machine, the deadline in mind; whether it came. `beside`: see `Watch.wait_for_quiet`."""
         began = time.monotonic()
-        quiet = watch.wait_for_quiet(min(self.left_s, self.longest_s, deadline - began))
+        quiet = watch.wait_for_quiet(min(self.left_s, self.longest_s, deadline - began), beside)
         spent_s = time.monotonic() - began
         self.left_s, self.waited_s = self.left_s - spent_s, self.waited_s + spent_s
         self.given_up = not quiet
