@@ -40,6 +40,18 @@ def test_a_space_has_no_idle_levels_but_those_that_were_asked_for():
     assert any(bundle == recipe for bundle in pinned.bundles)
 
 
+def test_the_number_of_threads_that_torch_chooses_by_itself_is_no_choice():
+    """Nor may a trial that an earlier run made of it win, unless it is asked for."""
+    recipe = Recipe({"threads": "2"})
+    facts = replace(FACTS, threads=2, physical_cores=2)
+    space, left_out = space_for(facts, {})
+    assert space.choices["threads"] == ("as-given", "1")
+    assert "it is what torch chooses here" in [one.why for one in left_out if one.technique == "threads"]
+    assert not holds(space, recipe)
+    asked, _ = space_for(facts, {"threads": ["2"]})
+    assert holds(asked, recipe)
+
+
 def test_no_bundle_has_an_idle_level():
     for facts in (FACTS, Facts(device="cuda", num_linear=12, packages={"torch_tensorrt": "1"})):
         assert not any(idle(bundle) for bundle in bundles(facts))

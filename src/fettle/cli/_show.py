@@ -124,20 +124,20 @@ def leave(*, interrupted: bool = False, missed: bool = False) -> None:
 
 
 def print_comparison(console: Console, comparison: Comparison) -> None:
-    """Recipes beside the workload as given, and what other programs took of the machine meanwhile."""
+    """What other programs took of the machine, and the recipes beside the workload as given."""
     from fettle.measure import fetching
     from fettle.report import comparison_table, goal_kept, load_lines
 
     if comparison.interrupted:
         console.print("[yellow]Interrupted: this is what had been measured until then.[/]")
     given, *others = comparison.trials
+    for line in load_lines(comparison.trials, comparison.under_load):
+        console.print(line, markup=False)
     console.print(comparison_table(comparison.trials, comparison.verdicts, comparison.goal))
     if others and (kept := goal_kept(comparison.goal, given, others[0])):
         console.print(kept)
     for recipe in comparison.left_out:
         console.print(f"There was no time for {recipe}: give a larger --budget.", markup=False)
-    for line in load_lines(comparison.trials, comparison.under_load):
-        console.print(line, markup=False)
     if (wider := comparison.another_hour) is not None:
         console.print(f"The intervals are of these minutes: where others share the machine, another hour may say "
                       f"{wider.low:.2f}x to {wider.high:.2f}x of the fastest.", markup=False)  # fmt: skip
