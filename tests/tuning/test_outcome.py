@@ -15,7 +15,7 @@ from fettle.cli._show import print_comparison
 from fettle.comparing import Comparison, comparison_json
 from fettle.errors import UsageError
 from fettle.machine import this_machine
-from fettle.measure import Accuracy, Interval, Startup, Trial
+from fettle.measure import Accuracy, Interval, Load, Startup, Trial
 from fettle.measure.messages import Built
 from fettle.recipe import Recipe
 from fettle.recipe_file import RecipeFile
@@ -223,6 +223,19 @@ def test_a_large_gain_says_what_another_hour_may_say(ratio: Interval, said: str)
     print_comparison(console, found)
     assert said in (text := console.export_text())
     assert ("another hour" in text) is bool(said)
+
+
+def test_what_others_had_of_the_machine_stands_before_the_figures_and_in_the_json() -> None:
+    given, fast = (replace(one, is_quiet=False, load=Load(waits=0.8, others=0.5)) for one in (GIVEN, WINNER))
+    fast = replace(fast, elapsed_speedup=Interval(4.0, 3.0, 5.0))
+    found = Comparison("made up", "f", this_machine(), [given, fast], ["same", "faster"])
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_comparison(console, found)
+    first, second, *_ = console.export_text().splitlines()
+    assert first.startswith("On a busy machine")
+    assert "others took 50% of the cores); in time elapsed beside that load 4.00x [3.00, 5.00]" in second
+    told = comparison_json(found)["trials"][1]
+    assert (told["is_quiet"], told["load"]["others"], told["elapsed_speedup"]["estimate"]) == (False, 0.5, 4.0)
 
 
 def test_a_comparison_whose_time_was_over_before_it_began_is_one_line(tmp_path, monkeypatch):
