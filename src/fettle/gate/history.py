@@ -136,7 +136,6 @@ def page(entries: Sequence[Entry]) -> str:
     last = f"{entries[-1].new}: {entries[-1].verdict}" if entries else "nothing was measured yet"
     return shell.render(
         "fettle.gate", "page.html.j2", "Performance gate", figures, headline=clean(last), table=table,
-        names=[figure.name for figure in figures],
     )  # fmt: skip
 
 

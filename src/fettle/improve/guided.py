@@ -317,9 +317,7 @@ def _tune(run: _Run, results: Mapping[str, Any]) -> Step:
     winner = result.winner
     changed = winner is not None and bool(winner.recipe.levels)
     lines = list(result.notes)
-    speedup = winner.speedup if winner is not None and winner.recipe.levels else None
-    if speedup is not None and not speedup.is_known:
-        speedup = None
+    speedup = winner.known_speedup if winner is not None and winner.recipe.levels else None
     if "loop" in results and speedup is not None:
         most = _through(results["loop"], speedup.estimate)
         if most < _LETS_THROUGH * speedup.estimate:
@@ -342,7 +340,7 @@ def _verify(run: _Run, results: Mapping[str, Any]) -> Step:
     trial = compared.trials[1]
     if trial.status != "measured":
         return Step(name="verify", status="failed", says=f"{trial.recipe} is {trial.status}: {trial.reason}")
-    known = trial.speedup is not None and trial.speedup.is_known
+    known = trial.known_speedup is not None
     kept = known and compared.verdicts[1] != "slower"
     holds = "it holds" if compared.verdicts[1] == "faster" else "whether it is faster is open"
     pace = f"is {interval(trial.speedup)} as fast as given" if known else (

@@ -283,6 +283,11 @@ class Trial:
         return self.status == "measured"
 
     @property
+    def known_speedup(self) -> Interval | None:
+        """`speedup` where it is known well enough to be shown and to claim something, else None."""
+        return self.speedup if self.speedup is not None and self.speedup.is_known else None
+
+    @property
     def is_compared(self) -> bool:
         """Whether it is known how fast it is beside the baseline, or that it does not run."""
         return not self.ok or (self.speedup is not None and not math.isnan(self.speedup.estimate))

@@ -117,11 +117,7 @@ def write_package(
             choices = generating(workload, handler_settings.get("max_tokens"))
             if choices[1:]:  # keys and values are kept, by an attention of the package's own
                 served, recipe = served.without("attention"), recipe.without("attention")
-        flat, program, most = _exported(choices, recipe, settings.max_rows)
-        if (level := served.levels.get("precision")) in DTYPES:
-            # A graph of float32 does not say what is float32 under any precision, and what is in the weights' type.
-            flat.to_16_bits(level)
-            program = export_program(flat, flat.samples, flat.shapes, most)
+        flat, program, most = _exported(choices, recipe, served.levels.get("precision"), settings.max_rows)
         compiles = recipe.levels.get("compile") == "default" or recipe.levels.get("kv_cache", "").startswith("static-")
         if compiles and PAST in flat.names and SOURCE not in flat.names:
             served = Recipe({**served.without("compile").levels, "kv_cache": COMPILED_STEP})
@@ -195,17 +191,20 @@ def _check_levels(recipe: Recipe, evidence: Mapping[str, Any]) -> None:
 
 
 def _exported(
-    choices: Sequence[Workload], recipe: Recipe, max_rows: int
+    choices: Sequence[Workload], recipe: Recipe, precision: str | None, max_rows: int
 ) -> tuple[Flat, torch.export.ExportedProgram, int]:
     """The first of the workloads that can be exported, and the most rows that it takes."""
     try:
         flat = Flat(choices[0], recipe)
+        if precision in DTYPES:
+            # A graph of float32 does not say what is float32 under any precision, and what is in the weights' type.
+            flat.to_16_bits(precision)
         most = 2 * max(max_rows, flat.rows)
         return flat, export_program(flat, flat.samples, flat.shapes, most), most
     except UsageError:
         if not choices[1:]:
             raise
-        return _exported(choices[1:], recipe, max_rows)
+        return _exported(choices[1:], recipe, precision, max_rows)
 
 
 def _store(

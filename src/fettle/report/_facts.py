@@ -48,7 +48,7 @@ def ran(trial: Trial) -> bool:
 
 def speed(trial: Trial) -> float:
     """The estimated speed-up; NaN where it is not known."""
-    return trial.speedup.estimate if trial.speedup is not None and trial.speedup.is_known else math.nan
+    return trial.known_speedup.estimate if trial.known_speedup is not None else math.nan
 
 
 def ranked(result: Outcome) -> list[Trial]:

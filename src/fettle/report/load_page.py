@@ -32,7 +32,7 @@ def loads_page(runs: Sequence[Data], table: Table, url: str, machine: str) -> st
     conclusion = headline(runs, loads)
     return shell.render(
         "fettle.report", "load_page.html.j2", f"{conclusion}: {url}", figures, headline=conclusion,
-        url=url, table=table, names=[figure.name for figure in figures], doubts=doubts, machine=machine,
+        url=url, table=table, doubts=doubts, machine=machine,
     )  # fmt: skip
 
 

@@ -26,8 +26,7 @@ def texts_page(data: Data) -> str:
     headline = slo.headline(data, _limits(data), lambda rate: f"{rate:.3g} texts a second")
     return shell.render(
         "fettle.report", "slo_texts.html.j2", f"{headline}: {data['name']}", figures, data=data,
-        headline=headline, words=texts_words(data), names=[figure.name for figure in figures],
-        settings=texts_table(data, len(data["points"])), tests=_tests(data),
+        headline=headline, words=texts_words(data), settings=texts_table(data, len(data["points"])), tests=_tests(data),
         failures=[f"{failure['what']}: {failure['why']}" for failure in data["failures"]],
     )  # fmt: skip
 

@@ -58,6 +58,10 @@ class Orders(msgspec.Struct, frozen=True):
     under_load: bool = False
 
 
+_OF_SETTINGS = tuple(name for name in Orders.__struct_fields__ if name in Settings.__dataclass_fields__)
+"""What is told as the settings have it."""
+
+
 def agree(targets: Sequence[str], settings: Settings) -> Orders:
     """The orders for others who are to work at this study. Raises `UsageError` for what they could not do alike, and
     where the study has other orders already."""
@@ -68,19 +72,13 @@ def agree(targets: Sequence[str], settings: Settings) -> Orders:
         raise UsageError("`budget`: what fits into it differs between machines: `cells` is the same for all")
     if settings.grow_batch is not None or not settings.is_shared:
         raise UsageError(f"`design={settings.design}`: its steps follow from one another, so nobody can share them")
-    wanted = Orders(
-        targets=tuple(_from_here(text) for text in targets),
-        names=tuple(find_target(text).name for text in targets),
-        design=settings.design,
-        techniques={key: levels if isinstance(levels, str) else tuple(levels)
-                    for key, levels in settings.techniques.items()},
-        arguments={key: tuple(values) for key, values in settings.arguments.items()},
-        environments=tuple(one.name for one in find_interpreters(settings.pythons)),
-        order=tuple(settings.order), start=None if settings.start is None else str(settings.start),
-        cells=settings.cells, rounds=settings.rounds, mode=settings.mode, max_error=settings.max_error,
-        confidence=settings.confidence, only=settings.only, max_metric_drop=settings.max_metric_drop,
-        under_load=settings.under_load,
-    )  # fmt: skip
+    told = {name: getattr(settings, name) for name in _OF_SETTINGS} | {
+        "targets": [_from_here(text) for text in targets],
+        "names": [find_target(text).name for text in targets],
+        "environments": [one.name for one in find_interpreters(settings.pythons)],
+        "start": None if settings.start is None else str(settings.start),
+    }
+    wanted = msgspec.convert(told, Orders)
     known = orders_of(settings.name, _url(settings))
     if known is not None and (differing := _differing(known, wanted)):
         raise UsageError(
@@ -133,14 +131,12 @@ def settings_of(settings: Settings, targets: Sequence[str] = ()) -> tuple[list[s
     if sorted(here) != sorted(orders.environments):
         missing = [name for name in orders.environments if name not in here] or ["no others"]
         raise UsageError(f"the study compares environments: name here {', '.join(missing)}, `python='NAME=PATH'`")
-    return texts, replace(
-        settings, design=orders.design, techniques=orders.techniques, arguments=orders.arguments, order=orders.order,
-        start=None if orders.start is None else Recipe.parse(orders.start), cells=orders.cells, rounds=orders.rounds,
-        mode=orders.mode, confidence=orders.confidence, only=orders.only,
-        max_metric_drop=orders.max_metric_drop, under_load=orders.under_load,
+    told = {name: getattr(orders, name) for name in _OF_SETTINGS} | {
+        "start": None if orders.start is None else Recipe.parse(orders.start),
         # What earlier versions kept where nobody gave one.
-        max_error=None if orders.max_error == MAX_ERROR else orders.max_error,
-    )  # fmt: skip
+        "max_error": None if orders.max_error == MAX_ERROR else orders.max_error,
+    }
+    return texts, replace(settings, **told)
 
 
 def check_name(name: str) -> None:

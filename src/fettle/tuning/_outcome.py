@@ -218,11 +218,11 @@ def _code(session: Session, winner: Trial) -> str:
     target, facts = session.target, session.facts
     facts = replace(facts, learned={**facts.learned, **winner.learned})  # of two in one race each has its own
     heading = f"{target.name}, optimised for {facts.mode}: {winner.recipe}."
-    if winner.speedup is not None and winner.speedup.is_known:
+    if (ratio := winner.known_speedup) is not None:
         off = f", with {winner.accuracy.distance}" if winner.accuracy.distance else ""
         if not off and math.isfinite(winner.accuracy.metric):
             off = f", with a metric of {winner.accuracy.metric:.4g}"
-        heading += f"\n\nMeasured {winner.speedup.estimate:.2f}x as given on {this_machine().summary}{off}.\n"
+        heading += f"\n\nMeasured {ratio.estimate:.2f}x as given on {this_machine().summary}{off}.\n"
     return source(
         winner.recipe,
         facts,
