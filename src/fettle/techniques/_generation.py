@@ -68,7 +68,8 @@ def _layers(model: Any) -> Sequence[Any]:
 def _is_told(model: Any) -> bool:
     """Whether a model takes a mask that has for each token what it sees, and each token's position: one with ALiBi
     makes its own mask of 0 and 1, or knows no positions."""
-    if not any("position_ids" in inspect.signature(kind.forward).parameters for kind in {*map(type, model.modules())}):
+    kinds: set[Any] = {*map(type, model.modules())}
+    if not any("position_ids" in inspect.signature(kind.forward).parameters for kind in kinds):
         return False
     with contextlib.suppress(Exception), torch.no_grad():
         tokens = torch.ones(1, 2, dtype=torch.long, device=model.device)
