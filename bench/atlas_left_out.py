@@ -18,7 +18,8 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from fettle.atlas import Predictor, Row, Subject, read_atlas
+from fettle.atlas import Row, Subject, read_atlas
+from fettle.atlas.prediction import Predictor
 from fettle.files import write_text
 from fettle.measure import Interval, Trial
 from fettle.recipe import Recipe

@@ -25,7 +25,8 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parent / "tests" / "tuning")]
 # ruff: noqa: E402
 from simulated import LEVELS, World, made_up_space, session_in
 
-from fettle.atlas import Predictor, rows_of, subject
+from fettle.atlas import rows_of, subject
+from fettle.atlas.prediction import Predictor
 from fettle.files import write_text
 from fettle.machine import Machine
 from fettle.measure import Interval, Trial

@@ -214,7 +214,7 @@ def _race(
         session = Session(check_ranks(options, target_of(workload, folder)), options, on_progress)
         try:
             session.report("building the workload and its reference")
-            session.open(this_machine(), fingerprint)
+            session.open(this_machine(), fingerprint, searches=False)
             session.facts = replace(session.facts, learned=_learned(files))
             wanted = [canonical(item.recipe) for item in files]
             for recipe in wanted:

@@ -1,10 +1,37 @@
-"""Statistics that several rooms need: Student's t, the interval of a mean, quantiles, ratios of logs."""
+"""Statistics that several rooms need: intervals, Student's t, the interval of a mean, quantiles, ratios of logs."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+MOST_APART = 20
+"""Times that the ends of a ratio's interval may lie apart: of two or three rounds they can reach from nothing to
+thousands, and then no figure is shown of it and nothing claimed."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with its confidence interval, at the level that the race was run with."""
+
+    estimate: float
+    low: float
+    high: float
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a ratio is known well enough to be shown and to claim something."""
+        return 0 < self.high <= MOST_APART * self.low
+
+    @property
+    def text(self) -> str:
+        """What is shown of a race's ratio: ``9.91x [9.60, 10.22]``, or ``too few rounds``."""
+        return str(self) if self.is_known else "too few rounds"
+
+    def __str__(self) -> str:
+        return f"{self.estimate:.2f}x [{self.low:.2f}, {self.high:.2f}]"
 
 
 def student(freedom: float, alpha: float) -> float:

@@ -12,11 +12,6 @@ for _power, _letter in enumerate("KMGT", start=1):
     _FACTORS |= {_letter: 1024**_power, f"{_letter}IB": 1024**_power, f"{_letter}B": 1000**_power}
 
 
-MOST_APART = 20
-"""Times that the ends of a ratio's interval may lie apart: of two or three rounds they can reach from nothing to
-thousands, and then no figure is shown of it and nothing claimed."""
-
-
 def size_text(size_bytes: float) -> str:
     """Bytes with a binary unit and three digits: ``11.6 GiB``."""
     value, sign = abs(float(size_bytes)), "-" if size_bytes < 0 else ""

@@ -11,7 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from fettle.atlas import Predictor, rows_of
+from fettle.atlas import rows_of
+from fettle.atlas.prediction import Predictor
 from fettle.measure import Accuracy
 from fettle.recipe import Recipe
 from fettle.search import SLOWEST
@@ -137,7 +138,7 @@ def test_the_most_promising_ideas_come_first(conv: Predictor) -> None:
 @pytest.mark.slow
 def test_forecasts_are_the_same_under_any_hash_seed() -> None:
     code = (
-        "from fettle.atlas import Predictor; from tests.atlas.made_up import *\n"
+        "from fettle.atlas.prediction import Predictor; from tests.atlas.made_up import *\n"
         "p = Predictor(atlas(4, 12), about('new', 1.0))\n"
         "print([(f'{one.gain:.9f}', f'{one.spread:.9f}') for one in p.forecast(p.ideas, ())])\n"
         "print([str(recipe) for recipe in p.ideas])"

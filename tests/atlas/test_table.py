@@ -1,6 +1,8 @@
 """The table: what is written is read again, and what is no atlas is refused in one line."""
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -97,6 +99,11 @@ def test_a_file_from_outside_is_read_by_a_process_with_little_memory(make, says:
     make(tmp_path / "a.parquet")
     with pytest.raises(UsageError, match=says):
         read_atlas(tmp_path / "a.parquet")
+
+
+def test_who_reads_one_imports_no_torch() -> None:
+    code = "import sys, fettle.atlas, fettle.cli.atlas; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_damaged_file_is_refused_or_read_never_believed(tmp_path: Path) -> None:

@@ -1025,8 +1025,10 @@ def test_levels_say_why_they_cannot_be_had() -> None:
         assert "every layer keeps every token" in conflict(Recipe({"kv_cache": "int8"}), facts)
         assert "every layer keeps every token" in conflict(Recipe({"runtime": "openvino-stateful"}), facts)
     alibi = transformers.BloomConfig(vocab_size=WORDS, hidden_size=32, n_layer=1, n_head=4)
-    alone = probe_facts(fettle.GenerationWorkload(transformers.BloomForCausalLM(alibi).eval(), [ids(1, 4)]))
-    assert "makes its own mask" in conflict(Recipe({"runtime": "openvino-stateful"}), alone)
+    of_mpt = transformers.MptConfig(vocab_size=WORDS, d_model=32, n_layers=1, n_heads=4, max_seq_len=64)
+    for model in (transformers.BloomForCausalLM(alibi), transformers.MptForCausalLM(of_mpt)):
+        alone = probe_facts(fettle.GenerationWorkload(model.eval(), [ids(1, 4)]))
+        assert "makes its own mask" in conflict(Recipe({"runtime": "openvino-stateful"}), alone)
     assert not conflict(Recipe({"kv_cache": "int8"}), alone)
     own = probe_facts(fettle.GenerationWorkload(Echo(), [ids(1, 4)], new_tokens=3))
     assert "keeps them itself" in conflict(Recipe({"kv_cache": "static"}), own)

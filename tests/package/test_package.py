@@ -191,6 +191,16 @@ def test_a_recipe_is_applied_to_the_exported_model(tmp_path):
     assert 0 < package.manifest.accuracy["relative_error"] < 0.05
 
 
+def test_a_runtime_of_float32_is_refused_to_a_model_in_16_bits_as_apply_does(tmp_path):
+    for dtype, text, why in (
+        (torch.bfloat16, "runtime=openvino", "runtime=openvino: the weights are bfloat16"),
+        (torch.float32, "runtime=openvino precision=bf16", "precision=bf16 is torch's"),
+    ):
+        work = Workload(torch.nn.Linear(4, 3, dtype=dtype), [torch.rand(2, 4, dtype=dtype)])
+        with pytest.raises(UsageError, match=why):
+            write_package(work, Recipe.parse(text), tmp_path / "p", name="p")
+
+
 def test_a_recipe_that_an_exported_model_cannot_have_is_refused(tmp_path):
     for text in ("quantize=int8-dynamic", "runtime=openvino algebra=fewer-products", "attention=windowed"):
         with pytest.raises(UsageError, match=f"{text.split()[-1]} cannot be packaged"):

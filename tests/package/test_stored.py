@@ -81,9 +81,11 @@ def test_an_operator_of_ones_own_is_refused_in_a_line(tmp_path):
 def test_weights_that_torchao_has_quantised_are_stored_in_8_bits(tmp_path):
     quantization, work = pytest.importorskip("torchao.quantization"), conv()
     quantization.quantize_(work.model, quantization.Int8WeightOnlyConfig())
+    modules = list(work.model.modules())
     written = write_package(work, Recipe(), tmp_path / "conv", name="conv")
     assert written.manifest.accuracy["relative_error"] < 1e-5
     assert b'"I8"' in (tmp_path / "conv" / "weights.safetensors").read_bytes()
+    assert list(work.model.modules()) == modules  # the model as given stays as it is
 
 
 def test_int8_that_was_calibrated_answers_as_the_tuned_model_did(static):

@@ -212,6 +212,15 @@ def test_the_page_stands_alone_and_escapes_what_is_in_it(study):
     assert "a=on needs b=on" in text or "a=on is worth" in text
 
 
+def test_of_too_few_rounds_a_ladder_shows_no_figure(study):
+    vague = Interval(1.5, 0.01, 99)
+    rungs = [RUNGS[0], RUNGS[1], replace(RUNGS[2], speedup=vague, grown=Grown(4, 64, "x5 needs more", vague, 620.0))]
+    ladder = figures(study, [], {"model": rungs})[0]
+    assert "b=on (left out) too few rounds · 2.00 MiB" in ladder.alt
+    assert "batch 64: too few rounds · x5 needs more" in ladder.alt
+    assert not any(figure in ladder.svg() for figure in ("1.50x", "150/s", "620/s"))
+
+
 def test_a_ladder_is_headed_by_its_best_step(study):
     text = page("x", study, [], figures(study, [], {"model": RUNGS}), (), {"model": RUNGS})
     assert "<h1>a=on: 2.00x as fast as given, the best of 4 steps</h1>" in text

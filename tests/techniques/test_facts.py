@@ -41,6 +41,14 @@ class Pair:
     right: torch.Tensor
 
 
+def test_a_weight_that_is_computed_by_what_16_bits_lack_is_refused_them_before_a_trial():
+    made, said = nn.utils.parametrizations, []
+    for layer in (made.weight_norm(nn.Linear(4, 4)), made.orthogonal(nn.Linear(4, 4), orthogonal_map="householder")):
+        facts = probe_facts(Workload(nn.Sequential(layer), [torch.rand(2, 4)]))
+        said += [conflict(Recipe({"precision": level}), facts) for level in ("bf16", "autocast-bf16")]
+    assert said == ["", "", "precision=bf16: 0.weight is computed by Orthogonal, which torch has not in 16 bits", ""]
+
+
 def test_counts_layers_and_shapes():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ConvTranspose2d(4, 4, 3), nn.Flatten(), nn.LazyLinear(2)).eval()
     facts = probe_facts(Workload(model, [(torch.rand(2, 3, 8, 8),), (torch.rand(3, 3, 8, 8),)]))

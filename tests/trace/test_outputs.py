@@ -63,6 +63,17 @@ def test_of_two_traces_it_says_which_is_uncertain(tmp_path: Path, run_fettle: Ru
     assert "whole.json" not in said
 
 
+def test_of_a_doubt_hears_who_asks_what_it_is_about(tmp_path: Path, run_fettle: Run) -> None:
+    profiled = training(3)
+    profiled.add("overhead", "Activity Buffer Request", 0, 200, pid=-1, tid=0)
+    path = profiled.write(tmp_path / "t.json")
+    assert "t.json: uncertain: idle; see" in run_fettle("trace", "idle", path).err
+    for question in ("kernels", "critical", "tree"):
+        assert "uncertain" not in run_fettle("trace", question, path).err
+    path.write_text(path.read_text()[:-200])  # what may be wrong by much all hear
+    assert "t.json: uncertain: account, compare, critical path, idle; see" in run_fettle("trace", "tree", path).err
+
+
 def test_a_name_that_no_kernel_has_is_not_answered(tmp_path: Path, run_fettle: Run) -> None:
     path = training(3).write(tmp_path / "t.json")
     said = run_fettle("trace", "whatif", path, "--kernels", "no_such_kernel")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fettle.atlas.table import Subject
-from fettle.diagnose import Evidence
-from fettle.machine import Machine
-from fettle.techniques import Facts
+
+if TYPE_CHECKING:
+    from fettle.diagnose import Evidence
+    from fettle.machine import Machine
+    from fettle.techniques import Facts
 
 _RECURRENT = ("lstm", "gru", "rnn")
 _VECTOR = ("avx512f", "avx2", "sve", "neon")

@@ -11,8 +11,7 @@ from itertools import combinations
 
 from fettle.atlas.table import Row
 from fettle.errors import UsageError
-from fettle.estimates import mean_interval, ratio_of
-from fettle.measure import Interval
+from fettle.estimates import Interval, mean_interval, ratio_of
 from fettle.recipe import Recipe
 
 Level = tuple[str, str]

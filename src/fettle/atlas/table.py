@@ -10,16 +10,19 @@ import math
 import typing
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import polars
 from msgspec import Meta
 
 from fettle.errors import UsageError, refusing
+from fettle.estimates import Interval
 from fettle.files import whole
-from fettle.measure import Interval, Trial
 from fettle.recipe import Recipe
+
+if TYPE_CHECKING:
+    from fettle.measure import Trial
 
 MOST_BYTES = 64 << 20
 MOST_ROWS = 50_000

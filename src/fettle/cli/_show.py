@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table as RichTable
 
 from fettle.cli._console import console
 from fettle.files import plain
+from fettle.units import seconds_text
 
 if TYPE_CHECKING:
     from fettle.comparing import Comparison
@@ -31,24 +34,29 @@ _STYLES = {"winner": "green", "failed": "red", "rejected": "yellow"}
 
 @contextmanager
 def status_line(first: str, *, quiet: bool = False) -> Iterator[Callable[[str], None]]:
-    """A line that says what is going on, and changes in place, on standard error; where that is no terminal a line of
-    its own, at most every 20 seconds, the first after as many."""
+    """A line that says what is going on and for how long, and changes in place, on standard error; where that is no
+    terminal a line of its own every 20 seconds."""
     out = console(file=sys.stderr)  # the same one also while a factory has replaced it
-    last = time.monotonic()
-
-    def now_and_then(text: str) -> None:
-        nonlocal last
-        if time.monotonic() - last >= _EVERY_S:
-            last = time.monotonic()
-            out.print(text, markup=False, soft_wrap=True)
-
     if quiet:
         yield lambda text: None
     elif out.is_terminal:
-        with out.status(escape(first)) as status:
-            yield lambda text: status.update(escape(text))
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        with Progress(*columns, console=out, transient=True) as progress:
+            task = progress.add_task(escape(first), total=None)
+            yield lambda text: progress.update(task, description=escape(text))
     else:
-        yield now_and_then
+        began, doing, done = time.monotonic(), deque([first], 1), threading.Event()
+
+        def now_and_then() -> None:
+            while not done.wait(_EVERY_S):
+                took = seconds_text(time.monotonic() - began)
+                out.print(f"{doing[-1]} ({took} by now)", markup=False, soft_wrap=True)
+
+        threading.Thread(target=now_and_then, daemon=True).start()
+        try:
+            yield doing.append
+        finally:
+            done.set()
 
 
 def after_spoilers(show: Callable[[Any], None]) -> Callable[[Any], None]:

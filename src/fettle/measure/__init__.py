@@ -3,6 +3,7 @@
 Other rooms use `race`, which measures recipes side by side, and the plain data it returns.
 """
 
+from fettle.estimates import Interval
 from fettle.measure._candidates import Held
 from fettle.measure._load import Load, mean_load
 from fettle.measure._pace import FAR
@@ -22,7 +23,6 @@ from fettle.measure._statistics import (
 )
 from fettle.measure._trial import (
     Accuracy,
-    Interval,
     Slice,
     Startup,
     Trial,

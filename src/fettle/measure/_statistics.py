@@ -31,8 +31,7 @@ from itertools import combinations
 
 import numpy as np
 
-from fettle.estimates import ratio_of, student
-from fettle.measure._trial import Interval
+from fettle.estimates import Interval, ratio_of, student
 
 TRIM = 0.2
 """Share of the processes that is left out at either end, where there are enough for that to be one."""

@@ -14,39 +14,17 @@ from typing import Any, Literal
 
 import msgspec
 
+from fettle.estimates import Interval
 from fettle.files import plain
 from fettle.generate.speed import Generation
 from fettle.measure._load import Load
 from fettle.recipe import Recipe
 from fettle.techniques import learned_types, respelled
-from fettle.units import MOST_APART
 
 _RENAMED = {"heat": "race"}
 """Fields as earlier versions called them, and as they are called now."""
 Status = Literal["measured", "rejected", "failed"]
 """measured: runs and is accurate enough; rejected: runs, but its answers are wrong; failed: did not run."""
-
-
-@dataclass(frozen=True)
-class Interval:
-    """An estimate with its confidence interval, at the level that the race was run with."""
-
-    estimate: float
-    low: float
-    high: float
-
-    @property
-    def is_known(self) -> bool:
-        """Whether a ratio is known well enough to be shown and to claim something."""
-        return 0 < self.high <= MOST_APART * self.low
-
-    @property
-    def text(self) -> str:
-        """What is shown of a race's ratio: ``9.91x [9.60, 10.22]``, or ``too few rounds``."""
-        return str(self) if self.is_known else "too few rounds"
-
-    def __str__(self) -> str:
-        return f"{self.estimate:.2f}x [{self.low:.2f}, {self.high:.2f}]"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from fettle.estimates import nearest_rank
+from fettle.estimates import Interval, nearest_rank
 from fettle.generate.speed import Generation, figures
 from fettle.measure import _statistics
 from fettle.measure._candidates import Held, Runner, Start, Started
@@ -25,7 +25,7 @@ from fettle.measure._load import mean_load
 from fettle.measure._process import close_each
 from fettle.measure._rounds import Rounds, log_ratios
 from fettle.measure._rules import Candidate, Judge, OnProgress, Progress, Rules
-from fettle.measure._trial import Interval, Startup, Trial, fetching
+from fettle.measure._trial import Startup, Trial, fetching
 from fettle.measure._watch import Patience
 from fettle.procs.forks import ForkServer
 from fettle.procs.nodes import Nodes

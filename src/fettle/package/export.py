@@ -50,11 +50,12 @@ from fettle.techniques import (
     canonical,
     changed,
     cpu_flags,
+    dtype_of,
     find,
     handed_on,
     quantize_exported,
 )
-from fettle.workload import Workload
+from fettle.workload import Workload, device_of
 
 MORE_ERROR = 1.25
 """A package may be this factor above the error that its recipe was tuned with."""
@@ -94,13 +95,13 @@ def write_package(
     check_installed()
     check_free(path)
     check_name(name, version)
-    _check_model(workload)
+    model = _model_of(workload)
     settings = settings or ServeSettings()
     recipe, evidence = canonical(recipe), evidence or {}
     served = as_served(recipe)
     if served.levels.get("weights") in BITS:  # what is left to compute is little, and in float32
         served = served.without("precision", "matmul")
-    _check_levels(served, evidence)
+    _check_levels(served, evidence, Facts(device=device_of(model, workload.inputs[0]), dtype=dtype_of(model)))
     path.parent.mkdir(parents=True, exist_ok=True)
     from safetensors import SafetensorError  # what a full disk is there
 
@@ -125,7 +126,8 @@ def write_package(
         kept = Manifest(FORMAT, name, version, flat.inputs, (), most, {})
         kept = _store(program, flat, served, scratch, kept, evidence)
         _save_samples(flat, scratch)
-        on_progress("comparing its answers with the model's")
+        compiles = "compile" in kept.recipe or kept.recipe.get("runtime") == "aoti"
+        on_progress("compiling it, for this machine, and " * compiles + "comparing its answers with the model's")
         kept = _judge(flat, scratch, kept, evidence, writes=handler == "generate")
         if kept.recipe.get("shapes") == "static":
             settings = msgspec.structs.replace(settings, buckets=tuple(powers(most)))  # each is compiled for itself
@@ -156,11 +158,13 @@ def check_free(path: Path) -> None:
     check_writable(path)
 
 
-def _check_model(workload: Workload) -> None:
+def _model_of(workload: Workload) -> torch.nn.Module:
+    """The one model that is packaged. Raises `UsageError` where there is none."""
     if workload.parts:
         raise UsageError("the workload is a pipeline, and a package holds one model: package the part that is served")
     if not isinstance(workload.model, torch.nn.Module):
         raise UsageError(f"the model is a {type(workload.model).__name__}: only an nn.Module can be packaged")
+    return workload.model
 
 
 def _put(folder: Path, path: Path) -> None:
@@ -178,7 +182,7 @@ def as_served(recipe: Recipe) -> Recipe:
     return recipe.without(*(technique.name for technique in CATALOGUE if not technique.served))
 
 
-def _check_levels(recipe: Recipe, evidence: Mapping[str, Any]) -> None:
+def _check_levels(recipe: Recipe, evidence: Mapping[str, Any], facts: Facts) -> None:
     """Raise `UsageError` for levels that cannot be stored."""
     for technique, level in changed(recipe):
         what = f"{technique.name}={level}"
@@ -186,7 +190,8 @@ def _check_levels(recipe: Recipe, evidence: Mapping[str, Any]) -> None:
             raise UsageError(f"{what} cannot be packaged: {why}")
         if level == PART and not handed_on(recipe, evidence):
             raise UsageError(f"{what} names no layers: package the recipe.toml of the study that chose them")
-        if level in technique.calibrated and (why := technique.conflict(level, recipe, Facts())):
+        asked = technique.name == "runtime" or level in technique.calibrated
+        if asked and (why := technique.conflict(level, recipe, facts)):
             raise UsageError(f"the recipe cannot work here: {what}: {why}")
 
 

@@ -6,10 +6,12 @@ import contextlib
 import copy
 import hashlib
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fettle.errors import UsageError
 from fettle.package.model_runner import as_array
@@ -86,6 +88,13 @@ class Flat(torch.nn.Module):
             self._check_rows()
         # Only now, so that answers are compared with those of the model as it was given.
         self.inner = _rewritten(workload, self.inner, recipe)
+        held = [*self.parameters(), *self.buffers()]
+        if "torchao" in sys.modules and any(map(is_traceable_wrapper_subclass, held)):
+            from torchao.utils import unwrap_tensor_subclass
+
+            # What torchao has quantised becomes plain tensors, in modules of our own that share the tensors.
+            self.inner = copy.deepcopy(self.inner, {id(tensor): tensor for tensor in held})
+            unwrap_tensor_subclass(self)
 
     def to_16_bits(self, level: str) -> None:
         """Let the model compute as `precision` with this level has it; its inputs and outputs keep their types."""

@@ -12,7 +12,6 @@ import importlib
 import inspect
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,10 +65,6 @@ def export_program(
         _two_rows(tensor) if dims.get(0) == "rows" else tensor.detach().clone()
         for tensor, dims in zip(tensors, dynamic, strict=True)
     ]
-    if "torchao" in sys.modules:  # weights that it has quantised become plain tensors
-        from torchao.utils import unwrap_tensor_subclass
-
-        unwrap_tensor_subclass(model)
     words = "the model cannot be exported for any number of rows:"
     with refusing(words), torch.inference_mode(False), torch.no_grad():
         program = _export(model, tuple(examples), {"tensors": shapes})

@@ -8,6 +8,7 @@ from typing import Any
 
 import altair as alt
 
+from fettle.estimates import Interval
 from fettle.page import Figure, as_spec
 from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN, ladder
 from fettle.studies.batches import Grown
@@ -33,7 +34,7 @@ def figure(
         row["published"] = baseline * ratio if ratio is not None and math.isfinite(baseline) else None
         row["text"] += f" · published {ratio:.2f}x" if ratio is not None else ""
         most = rung.grown if rung.grown is not None and rung.grown.factor else None
-        row["grown"] = most.per_second if most is not None and math.isfinite(most.per_second) else None
+        row["grown"] = most.per_second if most and most.speedup and most.speedup.is_known else None
         row["below"] = _at_most(rung.grown) if rung.grown is not None else ""
     if not any(row["value"] > 0 for row in rows):
         return None
@@ -71,19 +72,19 @@ def unmatched(steps: Mapping[str, Sequence[Rung]], published: Mapping[str, float
 
 def _row(place: int, rung: Rung) -> dict[str, Any]:
     """One step: what it is worth over the workload as given, and its memory and error."""
-    known = rung.speedup is not None and math.isfinite(rung.per_second)
-    kind = "given" if place == 0 else "failed" if not known else "kept" if rung.kept else "left out"
+    ratio = rung.speedup if math.isfinite(rung.per_second) else None
+    kind = "given" if place == 0 else "failed" if ratio is None else "kept" if rung.kept else "left out"
     row: dict[str, Any] = {
         "label": rung.label if place == 0 or kind == "kept" else f"{rung.label} ({kind})",
-        "recipe": rung.recipe, "value": rung.per_second if known else 0.0, "kind": kind,
+        "recipe": rung.recipe, "value": rung.per_second if ratio and ratio.is_known else 0.0, "kind": kind,
         "text": rung.reason[:60] or "failed", "low": None, "high": None,
         "detail": " · ".join(_details(rung)) or "–",
     }  # fmt: skip
-    if known and rung.speedup is not None:
-        row["text"] = " · ".join([f"{rung.per_second:.4g}/s", f"{rung.speedup.estimate:.2f}x", *_details(rung)])
-        if rung.speedup.low > 0 and rung.speedup.high < math.inf and place:
-            baseline = rung.per_second / rung.speedup.estimate
-            row["low"], row["high"] = baseline * rung.speedup.low, baseline * rung.speedup.high
+    if ratio is not None:
+        row["text"] = " · ".join([_speed(rung.per_second, ratio), *_details(rung)])
+        if ratio.is_known and place:
+            baseline = rung.per_second / ratio.estimate
+            row["low"], row["high"] = baseline * ratio.low, baseline * ratio.high
     return row
 
 
@@ -92,7 +93,11 @@ def _at_most(most: Grown) -> str:
     if not most.factor or most.speedup is None:
         return f"{'no batch fits' if most.why.startswith('x1 ') else 'largest batch unknown'}: {most.why[:60]}"
     size = f" · {size_text(most.peak_bytes)}" if most.peak_bytes else ""
-    return f"batch {most.rows}: {most.per_second:.4g}/s · {most.speedup.estimate:.2f}x{size} · {most.why[:60]}"
+    return f"batch {most.rows}: {_speed(most.per_second, most.speedup)}{size} · {most.why[:60]}"
+
+
+def _speed(per_second: float, ratio: Interval) -> str:
+    return f"{per_second:.4g}/s · {ratio.estimate:.2f}x" if ratio.is_known else ratio.text
 
 
 def _details(rung: Rung) -> list[str]:

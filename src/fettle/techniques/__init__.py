@@ -42,7 +42,7 @@ from fettle.techniques._host import cpu_flags
 from fettle.techniques._kept import Notes, keep_converted, tally
 from fettle.techniques._openvino import OpenvinoRequest, openvino_model
 from fettle.techniques._openvino_int8 import openvino_saturates
-from fettle.techniques._probe import machine_facts, probe_facts, unchanged
+from fettle.techniques._probe import dtype_of, machine_facts, probe_facts, unchanged
 from fettle.techniques._ranks import modules_by_size, repeated_blocks, shard, split_over
 from fettle.techniques._source import load, source
 from fettle.techniques._state_kept import put_modes_back, state_kept, to_eval
@@ -60,7 +60,7 @@ for _file in pkgutil.iter_modules(__path__):
 __all__ = [
     "CATALOGUE", "DTYPES", "LARGEST", "PYTHON", "Bundle", "Code", "Facts", "Learned", "Level", "Notes",
     "OpenvinoRequest", "Technique", "batch_factor", "bundles", "canonical", "changed", "check_names", "conflict",
-    "cpu_flags", "enlarged", "environment", "exported_program", "factors", "find", "for_parts", "handed_on",
+    "cpu_flags", "dtype_of", "enlarged", "environment", "exported_program", "factors", "find", "for_parts", "handed_on",
     "hf_attention", "idle", "int8_part", "is_calibrated", "is_transformers", "keep_converted", "keeps_memory",
     "kind_of", "known_levels", "learned_types", "load", "loads_cuda_libraries", "machine_facts", "modules_by_size",
     "needs_of", "only_saving", "openvino_core", "openvino_model", "openvino_precision", "openvino_saturates",

@@ -96,10 +96,12 @@ class Facts:
     sees_part: bool = False
     """What writes text is an encoder with a decoder, or some of its layers see only the last so many tokens."""
     masks_alone: bool = False
-    """What writes text takes no mask that says of each token what it sees, as a model with ALiBi makes its own."""
+    """What writes text takes no mask that says of each token what it sees, or no positions, as a model with ALiBi."""
     calibration_batches: int = 0
     dtype: str = "float32"
     """The commonest floating dtype among the parameters, without ``torch.``."""
+    not_in_16_bits: str = ""
+    """Why a weight that is computed from others cannot be in 16 bits, as a sentence; empty where all can."""
     num_parameters: int = 0
     parameter_bytes: int = 0
     num_linear: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ def generation_facts(workload: Workload) -> dict[str, Any]:
         "has_draft": workload.draft is not None,
         "row_counts": tuple(workload.batches),
         "keeps": keeps,
-        "masks_alone": keeps in ("static", "whole") and not workload.is_two_parts and not _takes_whole_mask(model),
+        "masks_alone": keeps in ("static", "whole") and not workload.is_two_parts and not _is_told(model),
         "sees_part": workload.is_two_parts or "StaticSlidingWindowLayer" in map(_kind, _layers(model)),
     }
 
@@ -64,8 +65,12 @@ def _layers(model: Any) -> Sequence[Any]:
         return []
 
 
-def _takes_whole_mask(model: Any) -> bool:
-    """Whether a model takes a mask that has for each token what it sees: one with ALiBi makes its own of 0 and 1."""
+def _is_told(model: Any) -> bool:
+    """Whether a model takes a mask that has for each token what it sees, and each token's position: one with ALiBi
+    makes its own mask of 0 and 1, or knows no positions."""
+    kinds: set[Any] = {*map(type, model.modules())}
+    if not any("position_ids" in inspect.signature(kind.forward).parameters for kind in kinds):
+        return False
     with contextlib.suppress(Exception), torch.no_grad():
         tokens = torch.ones(1, 2, dtype=torch.long, device=model.device)
         mask = torch.zeros(1, 1, 2, 2, dtype=model.dtype, device=model.device)

@@ -12,9 +12,11 @@ import itertools
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.utils.parametrize import ParametrizationList
 
 from fettle.generate import GenerationWorkload, brief
 from fettle.machine import find_libraries, installed
@@ -92,7 +94,6 @@ def _facts(workload: Workload, allow_batch: bool, forward: dict[str, Any]) -> Fa
     given = tensors(workload.inputs[0])
     parameters = list(module.parameters())
     devices = [tensor.device.type for tensor in [*parameters, *module.buffers()]]
-    dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in parameters if tensor.is_floating_point()]
     generation = generation_facts(workload)
     device = statistics.mode(devices) if devices else device_of(model, workload.inputs[0])
     return Facts(
@@ -103,7 +104,8 @@ def _facts(workload: Workload, allow_batch: bool, forward: dict[str, Any]) -> Fa
         custom_call=workload.call is not None or bool(generation),
         **generation,
         calibration_batches=len(workload.calibration),
-        dtype=statistics.mode(dtypes or ["float32"]),
+        dtype=dtype_of(module),
+        not_in_16_bits=_not_in_16_bits(module),
         num_parameters=sum(parameter.numel() for parameter in parameters),
         parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
         num_linear=_count(module, torch.nn.Linear) + sum(map(is_conv1d, module.modules())),
@@ -127,6 +129,25 @@ def _facts(workload: Workload, allow_batch: bool, forward: dict[str, Any]) -> Fa
         allow_batch=allow_batch,
         **_machine(device),
     )
+
+
+def dtype_of(module: torch.nn.Module) -> str:
+    """The commonest floating dtype among the parameters, without ``torch.``."""
+    kinds = [str(one.dtype).removeprefix("torch.") for one in module.parameters() if one.is_floating_point()]
+    return statistics.mode(kinds or ["float32"])
+
+
+def _not_in_16_bits(module: torch.nn.Module) -> str:
+    """Which weight is made of others by something that torch lacks in bfloat16, as an orthogonal one is."""
+
+    def made(weight: ParametrizationList) -> Any:
+        return copy.deepcopy(weight).bfloat16()()
+
+    for name, child in module.named_modules():
+        if isinstance(child, ParametrizationList) and quietly(partial(made, child), None) is None:
+            how = type(child[0]).__name__.strip("_")
+            return f"{name.replace('.parametrizations', '')} is computed by {how}, which torch has not in 16 bits"
+    return ""
 
 
 def _machine(device: str) -> dict[str, Any]:

@@ -95,6 +95,7 @@ class Precision(Technique):
 
     def levels(self, facts: Facts) -> list[Level]:
         whole = "" if facts.is_module else "the model is a plain callable, its weights are out of reach"
+        whole = whole or facts.not_in_16_bits
         given = "" if facts.dtype == "float32" else f"the weights are {facts.dtype}, not float32"
         bf16 = no_bf16(facts) or _mixed("bfloat16", facts)
         fp16 = "" if facts.device != "cpu" or "avx512_fp16" in facts.cpu_flags else "this CPU has no float16 arithmetic"
@@ -105,6 +106,7 @@ class Precision(Technique):
             masters = "the optimizer factory does not make the same groups of other parameters that it is given"
         elif facts.moving:
             masters = f"a step changes {facts.moving}, and bfloat16 would lose small changes"
+        masters = masters or facts.not_in_16_bits
         copies = facts.no_copies
         return [
             Level("fp32", "as given"),

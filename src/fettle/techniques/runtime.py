@@ -168,7 +168,7 @@ class Runtime(Technique):
         if facts.generates and (facts.sees_part or facts.keeps not in ("static", "whole")):
             text = NOT_WHOLE
         elif facts.masks_alone:
-            text = "the model makes its own mask out of which tokens there are, and cannot be given a whole one"
+            text = "the model makes its own mask or knows no positions, as with ALiBi, and the runtime gives it both"
         cpu = "" if facts.device == "cpu" else f"the work is on {facts.device}, and this level runs on the CPU"
         cuda = facts.not_nvidia if facts.device == "cuda" else "TensorRT needs a CUDA device"
         gpu = "" if facts.device == "cuda" else "it is for GPUs: on a CPU runtime=aoti compiles an exported model"

@@ -56,7 +56,8 @@ def probe(
     The reference answers are written to `path`.
 
     The first look, which only puts the most promising techniques first, is left out where it would take more than
-    about `look_s`: it makes about twice as many calls as finding the facts does.
+    about `look_s`: it makes about twice as many calls as finding the facts does. With none of that, what the machine
+    reaches is not measured either.
     """
     kept = _recalled(study) if path.is_file() else None
     if kept is not None and allow_batch and kept.facts.mode == "training" and not kept.facts.largest_batch:
@@ -65,7 +66,7 @@ def probe(
         began = time.monotonic()
         probed = worker.ask(messages.Probe(allow_batch), messages.Probed, timeout_s)
         affordable = 2 * (time.monotonic() - began) <= look_s
-        peaks = worker.ask(messages.MeasurePeaks(), messages.Peaks, timeout_s).peaks
+        peaks = worker.ask(messages.MeasurePeaks(), messages.Peaks, timeout_s).peaks if look_s else {}
         # before the reference, which turns the model into another dtype
         advice, features = _first_look(worker) if affordable else ([], {})
         reference = worker.ask(messages.WriteReference(str(path)), messages.Reference, timeout_s)

@@ -116,10 +116,11 @@ class Session:
         self._earlier_s = 0.0
         self._lock = -1
 
-    def open(self, machine: Machine, fingerprint: str = "") -> None:
+    def open(self, machine: Machine, fingerprint: str = "", *, searches: bool = True) -> None:
         """Probe the workload, compute its reference, and open or resume its study, by default the workload's own.
 
-        `fingerprint`, when given, is what the workload must be for the recipe that is to run on it.
+        `fingerprint`, when given, is what the workload must be for the recipe that is to run on it. Only one that
+        `searches` has a first look at what may help and at what the machine reaches.
         """
         timeout_s = self.rules.prepare_timeout_s
         with Worker(self._environment(), self._folder("logs") / "probe.log") as worker:
@@ -135,7 +136,8 @@ class Session:
                 self._take(built, machine)
                 path = self._folder("cache") / f"reference-{built.fingerprint}-{built.structure[:8]}.pt"
                 allow_batch = self.options.allow_batch and self.options.goal != "latency"
-                look_s = math.inf if self.budget.seconds is None else 0.1 * self.budget.seconds
+                affordable_s = math.inf if self.budget.seconds is None else 0.1 * self.budget.seconds
+                look_s = affordable_s if searches else 0.0
                 probed = probe(worker, self.study, path, built.fingerprint, allow_batch, timeout_s, look_s)
                 self.plan = plan_memory(
                     worker, self.study, self._ranks, self._node_count, probed.facts,

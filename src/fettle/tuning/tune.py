@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from fettle.atlas import Predictor, Row, read_atlas, subject
+from fettle.atlas import Row, read_atlas, subject
 from fettle.machine import Machine, this_machine
 from fettle.measure import close_all, fetching
 from fettle.recipe import Recipe
@@ -150,6 +150,8 @@ def guide_for(session: Session, rows: Sequence[Row], atlas: Path | str, machine:
         session.notes.append(f"The atlas {atlas} was not used: it foresees times, and the goal is another.")
         return None
     probed, facts = session.probed, session.facts
+    from fettle.atlas.prediction import Predictor  # brings SciPy's linear algebra, and few have an atlas
+
     about = subject(session.target.name, session.study.version, probed.facts, probed.features, machine, probed.peaks)
     judged = facts.mode == "inference" and not facts.by_metric
     predictor = Predictor(rows, about, max_error=facts.max_error if judged else None,

@@ -28,7 +28,8 @@ from urllib.parse import quote
 import msgspec
 
 from fettle.errors import UsageError
-from fettle.units import MOST_APART, count_text, rate_text
+from fettle.estimates import Interval
+from fettle.units import count_text, rate_text
 
 RUNNING_S = 180.0
 """A study whose storage or logs changed within so many seconds, and after its result was written, is taken to run."""
@@ -253,9 +254,8 @@ def _winner(path: Path, changed: int, size: int) -> str:
     if not speedup:
         return ""
     low, high = speedup.get("low") or 0.0, speedup.get("high") or math.inf
-    ratio = f"{speedup['estimate']:.2f}x [{low:.2f}, {high:.2f}]" if high <= MOST_APART * low else "too few rounds"
     recipe = " ".join(f"{name}={level}" for name, level in winner["recipe"].items())
-    return f"; {ratio} with {recipe or 'nothing changed'}"
+    return f"; {Interval(speedup['estimate'], low, high).text} with {recipe or 'nothing changed'}"
 
 
 def _runs(path: Path) -> bool:

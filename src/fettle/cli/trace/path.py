@@ -143,7 +143,7 @@ def compare(
       fettle trace compare before.json.gz after.json.gz --skip 1
     """
     _options.check_file(chart, *CHARTS)
-    first, second = (open_one(path, fresh, label=path.name) for path in (before, after))
+    first, second = (open_one(path, fresh, asked="compare") for path in (before, after))
     result = T.compare(first, second, skip=skip, steps_before=_numbers(steps_before), steps_after=_numbers(steps_after))
     shown = result.parts.filter(pl.col("change_ns") != 0)
     write_chart(

@@ -30,6 +30,8 @@ Json = _options.AsJson
 Rows = Annotated[int, typer.Option("--rows", min=1, help="how many rows of each table to show")]
 Chart = Annotated[Path | None, typer.Option("--output", "-o", help="draw a chart: .html, .png, .svg or .json")]
 CHARTS = (".html", ".png", ".svg", ".json")
+_ANALYSES = {"critical": "critical path", "whatif": "what-if"}
+"""What a trace's health calls the answer to a question, where that is not the question's own name."""
 Fresh = Annotated[
     bool, typer.Option("--fresh", help="read the trace itself, not the columns kept when it was last opened")
 ]
@@ -73,7 +75,7 @@ def question(look: Callable[..., Answer], *, charted: bool = True) -> Callable[.
     def command(**options: Any) -> None:
         _options.check_file(options.get("chart"), *CHARTS)
         check_writable(*(options[name] for name in own if isinstance(options[name], Path)))
-        traces = open_traces(options["source"], options["fresh"], options.get("own_end", False))
+        traces = open_traces(options["source"], options["fresh"], options.get("own_end", False), look.__name__)
         answer = look(traces, **{name: options[name] for name in own})
         if answer.chart is not None:
             write_chart(options["chart"], answer.chart)
@@ -105,16 +107,16 @@ def read_traces(path: Path, fresh: bool = False, own_end: bool = False) -> list[
         )
 
 
-def open_traces(path: Path, fresh: bool, own_end: bool) -> list[Trace]:
-    """Read a trace or a folder, and say what was left out of it and which answers are uncertain."""
+def open_traces(path: Path, fresh: bool, own_end: bool, asked: str = "") -> list[Trace]:
+    """Read a trace or a folder, and say what was left out of it and which answers are uncertain; see `_warn`."""
     traces = read_traces(path, fresh, own_end)
     for trace in traces:
-        _warn(trace, f"rank {trace.rank}")
+        _warn(trace, f"rank {trace.rank}" if len(traces) > 1 else trace.path.name, asked)
     return traces
 
 
-def open_one(path: Path, fresh: bool, own_end: bool = False, label: str = "") -> Trace:
-    """The same of a trace, or of the first rank in a folder, and say so; `label` is what it is called."""
+def open_one(path: Path, fresh: bool, own_end: bool = False, asked: str = "") -> Trace:
+    """The same of a trace, or of the first rank in a folder, and say so."""
     traces = read_traces(path, fresh, own_end)
     first = traces[0]
     if len(traces) > 1:
@@ -122,19 +124,21 @@ def open_one(path: Path, fresh: bool, own_end: bool = False, label: str = "") ->
             f"{path}: of its {len(traces)} ranks only rank {first.rank} is taken; for another name its file",
             style="yellow", markup=False, soft_wrap=True,
         )  # fmt: skip
-    _warn(first, label or f"rank {first.rank}")
+    _warn(first, path.name, asked)
     return first
 
 
-def _warn(trace: Trace, label: str) -> None:
-    """Say what was left out, and which answers are uncertain."""
+def _warn(trace: Trace, label: str, asked: str) -> None:
+    """Say what was left out, and which answers are uncertain: of a question that was `asked` its own alone, unless what
+    was found probably makes some wrong."""
     out, name = console(error=True), escape(label)
     for note in trace.facts.notes:
         from fettle.page import clean  # takes a while to load, and few have any
 
         out.print(f"[yellow]{name}: {escape(clean(note))}[/]")
-    uncertain = T.trace_health(trace).uncertain
-    if uncertain:
+    health = T.trace_health(trace)
+    serious = any(finding.severity == "serious" for finding in health.findings)
+    if uncertain := [one for one in health.uncertain if serious or _ANALYSES.get(asked, asked) in ("", one)]:
         out.print(f"[yellow]{name}: uncertain: {', '.join(uncertain)}; see 'fettle trace health'[/]")
 
 
