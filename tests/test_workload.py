@@ -250,6 +250,12 @@ class TestFindTarget:
         with Refused("is not a target", "path/to/file.py:factory", "package.module:factory"):
             find_target(text)
 
+    def test_nobodys_home_and_a_link_to_itself(self, tmp_path: Path) -> None:
+        (loop := tmp_path / "loop.py").symlink_to(loop)
+        for text in ("~nobody-of-this-name/model.py", str(loop)):
+            with Refused("no such file: ", text):
+                find_target(text)
+
     def test_a_folder_is_no_file(self, tmp_path: Path) -> None:
         with Refused("no such file"):
             find_target(str(tmp_path))

@@ -80,7 +80,7 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     path = Path(path)
     with refusing(f"cannot write {path}:", OSError):
-        target = path.resolve()  # a link stays a link
+        target = Path(os.path.realpath(path))  # a link stays a link
         if _is_device(target):
             yield target
             return

@@ -1,8 +1,15 @@
 """What fetching memory from the system costs, as slices show it."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from fettle.measure import Slice, fetching
+from fettle.measure import Accuracy, Slice, fetching
+from fettle.measure._candidates import Runner, Started
+from fettle.measure._rules import Candidate, Rules
+from fettle.measure.messages import Prepared
+from fettle.measure.race import _trial
+from fettle.recipe import Recipe
 
 
 def slices(*turns: tuple[float | None, float]) -> list[Slice]:
@@ -30,3 +37,16 @@ def test_slices_that_fetch_memory_are_told_from_those_that_keep_it():
 )
 def test_nothing_is_said_where_chance_makes_no_difference(turns):
     assert fetching(slices(*turns)) == ""
+
+
+def test_the_time_is_of_slices_that_tell_one_also_where_processes_share_no_round() -> None:
+    def runner(process: str, *times: float | None) -> Runner:
+        slices = [Slice(process, number, 80.0, one, quiet=False, waits=0.9) for number, one in enumerate(times, 1)]
+        answer = Prepared(load_s=0.0, optimize_s=0.0, first_call_s=0.0, cache="", accuracy=Accuracy(), peak_bytes=None,
+                          device="cpu", gpu="", call_ns=1, samples=1, notes=(), learned={})  # fmt: skip
+        worker = SimpleNamespace(fingerprint="")
+        return Runner(Candidate(Recipe(), ""), worker, answer, "", 0.0, process, slices=slices, samples_ns=[1])  # type: ignore[arg-type]
+
+    started = Started([runner("a", None, 2.0), runner("b", 2.2, None)])
+    found = _trial(started, started, SimpleNamespace(rules=Rules(), race=1))  # type: ignore[arg-type]
+    assert found.time_ms == pytest.approx(2.1, abs=0.11)

@@ -253,6 +253,13 @@ def test_a_changed_or_missing_file_is_noticed(sound, file):
         open_package(sound.folder)
 
 
+def test_a_package_whose_manifest_names_no_samples_is_refused(sound):
+    (sound.folder / "samples.safetensors").unlink()
+    seal(sound.folder, sound.manifest)
+    with pytest.raises(UsageError, match="lacks samples"):
+        open_package(sound.folder)
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[]", "{}", '{"format": 1}', '{"format": "x"}', "[" * 100_000, '{"format": 99, "name": "a"}'],

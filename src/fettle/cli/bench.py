@@ -108,8 +108,6 @@ def command(
     for name, value in of_gate.items():
         if value is not None:
             raise UsageError(f"{name} is for a gate: name what to compare with, --against REVISION")
-    if rounds < 3:
-        raise UsageError("--rounds must be 3 or more: an interval needs them")
     from fettle.comparing import bench, comparison_json
     from fettle.report import progress
     from fettle.result import limits_given

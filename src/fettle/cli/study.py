@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -152,7 +153,7 @@ def command(
     if from_csv is not None:
         if targets:
             raise UsageError("`from_csv` reads what was measured: leave the targets out, or the table")
-        if from_csv.resolve() in {path.resolve() for path in (folder / "study.csv", *wanted.values())}:
+        if os.path.realpath(from_csv) in map(os.path.realpath, (folder / "study.csv", *wanted.values())):
             raise UsageError(f"{from_csv} would be written over: give another `output`")
         table = read_csv(from_csv, response=response or (), factors=factors or (), group_by=group_by or ())
         show(folder, wanted, from_csv.name, table, None, theirs, as_json)

@@ -6,6 +6,7 @@ measure -> diagnose -> input pipeline -> tune -> verify -> package
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -269,7 +270,7 @@ def _data(run: _Run, results: Mapping[str, Any]) -> Step:
     """The setting of the loop's loader."""
     if not run.settings.data:
         share = results.get("loading", 0.0)
-        waits = f"; a call spends {share:.0%} in a DataLoader: name the factory of that" if share >= 0.01 else ""
+        waits = f"; a call spends {share:.0%} in a DataLoader: name its factory, --data" if share >= 0.01 else ""
         return Step(name="data", status="skipped", says=f"no input pipeline was named{waits}")
     around = Surroundings()
     pipeline = measure_and_search(run.settings.data, keep=run.folder / "data.journal",
@@ -373,7 +374,7 @@ def _package(run: _Run, results: Mapping[str, Any]) -> Step:
     error = written.manifest.accuracy["relative_error"]
     size = sum(item.stat().st_size for item in path.rglob("*") if item.is_file())
     says = f"A package of {size_text(size)} is written, with a relative error of {error:.2g}."
-    return Step(name="package", says=says, lines=[f"fettle serve {path}"], files=["package"])
+    return Step(name="package", says=says, lines=[f"fettle serve {shlex.quote(str(path))}"], files=["package"])
 
 
 _DOES: Mapping[str, Callable[[_Run, Mapping[str, Any]], Step]] = {

@@ -228,7 +228,9 @@ def _trial(started: Started, anchor: Started, start: Start) -> Trial:
     logs = started.per_sample
     quiet = [value for number, value in logs.items() if number > 0]
     own = quiet if _statistics.are_quiet([logs], [logs]) else logs.values()
-    rounds_ms = [answer.samples * math.exp(value) for value in own]
+    # Where slices tell no time there may be no round that all processes have.
+    timed = own or [value for log in started.process_logs() for value in log.values()]
+    rounds_ms = [answer.samples * math.exp(value) for value in timed]
     beside = anchor if anchor.first.slices else started
     # A recipe that died half-way has numbers, but nobody should be handed it.
     reason = _ended(started) if started.failure else started.rejected

@@ -127,7 +127,7 @@ def open_package(path: Path) -> Package:
     manifest = read_manifest(path)
     check_name(manifest.name, manifest.version)
     specifiers(manifest.requires)
-    for name, digest in manifest.files.items():
+    for name, digest in {SAMPLES: "", **manifest.files}.items():  # which no package is without
         file = path / name
         if PurePosixPath(name).name != name or name.startswith("."):
             raise UsageError(f"{path} names a file outside itself: {name[:80]!r}")

@@ -124,7 +124,7 @@ def check_names(recipe: Recipe) -> None:
     for factor, level in recipe.levels.items():
         name, part = technique_and_part(factor)
         if name not in known:
-            raise UsageError(f"unknown technique {name!r}: there are {', '.join(known)}")
+            raise UsageError(f"unknown technique {name[:60]!r}: there are {', '.join(known)}")
         if factor_name(name, part) != factor:
             raise UsageError(f"{factor!r} names no part of a pipeline: write {factor_name(name, part or 'PART')}")
         if part and not find(name).of_module:
@@ -132,7 +132,7 @@ def check_names(recipe: Recipe) -> None:
         if level not in known[name]:
             levels = known[name]
             few = levels if len(levels) <= 20 else [*levels[:3], "...", levels[-1]]  # threads go up to 256
-            raise UsageError(f"{name} has no level {level!r}: there are {', '.join(few)}")
+            raise UsageError(f"{name} has no level {level[:60]!r}: there are {', '.join(few)}")
 
 
 def conflict(recipe: Recipe, facts: Facts) -> str:

@@ -103,6 +103,11 @@ def check_options(options: Options) -> None:
         raise UsageError(f"an impossible limit: budget must be above 0, or 0 for none, and is {options.budget_s:g}")
     if not 0.5 <= options.confidence < 1:
         raise UsageError(f"`confidence` is a share from 0.5 to below 1, not {options.confidence:g}")
+    effort = options.effort
+    if effort.rounds < 3:
+        raise UsageError("`rounds` must be 3 or more: an interval needs them")
+    if not 0.001 <= effort.slice_s <= 600 or effort.replicates < 1:
+        raise UsageError(f"an impossible {effort}: a slice takes 1 ms to 600 s, and one process is the least")
     if not options.trial_timeout_s >= 1:
         raise UsageError(
             f"an impossible limit: the trial timeout must be 1 s or more, and is {options.trial_timeout_s:g} s"

@@ -147,6 +147,8 @@ def options_of(options: Options | None, keywords: Keywords) -> Options:
         near = difflib.get_close_matches(name, get_type_hints(Keywords), 1)
         raise UsageError(f"tune has no option {name}" + (f": did you mean {near[0]}?" if near else ""))
     chosen = options or Options()
+    if not isinstance(chosen, Options):
+        raise UsageError(f"`options` takes fettle.Options(...), not {chosen!r:.80}: its fields may be keywords too")
     limits = replace(chosen.limits, **{name: changes.pop(name) for name in of_limits & changes.keys()})
     if changes.get("techniques", {}) is None:
         changes["techniques"] = {}
