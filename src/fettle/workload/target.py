@@ -132,7 +132,7 @@ def find_target(text: str) -> Target:
         raise UsageError(f"{text!r} is not a target: write path/to/file.py:factory or package.module:factory")
     stem, search_path = location.rpartition(".")[2], [here]
     if is_file:
-        path = Path(os.path.realpath(os.path.expanduser(location)))  # raises for no link and no user
+        path = Path(os.path.realpath(os.path.expanduser(location)))  # neither raises, as Path does for a link to itself
         if not path.is_file():
             raise UsageError(f"no such file: {location}")
         if path.suffix != ".py":
