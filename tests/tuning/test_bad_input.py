@@ -159,7 +159,7 @@ def test_a_result_that_was_tampered_with(folder: Path, change: dict, run_fettle:
         ({"effort": fettle.Effort(rounds="many")}, "`rounds` takes int, not 'many'"),
         ({"effort": fettle.Effort(rounds=2)}, "`rounds` must be 3 or more"),
         ({"effort": fettle.Effort(slice_s=0)}, r"an impossible Effort\(slice_s=0"),
-        ({"options": {"budget_s": 60}}, "`options` takes fettle.Options"),
+        ({"options": {"budget_s": 60}}, "options takes fettle.Options"),
         ({"budget_s": -1}, "budget must be above 0"),
         ({"max_error": float("inf")}, "max error must be above 0 and finite"),
         ({"max_eror": 0.1}, "did you mean max_error"),

@@ -239,7 +239,7 @@ def test_what_others_had_of_the_machine_stands_before_the_figures_and_in_the_jso
 
 
 def test_a_comparison_whose_time_was_over_before_it_began_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(Session, "open", lambda self, machine, fingerprint: setattr(self, "facts", Facts()))
+    monkeypatch.setattr(Session, "open", lambda self, machine, fingerprint, searches: setattr(self, "facts", Facts()))
     monkeypatch.setattr(Session, "run", lambda self, recipes, rules: [])
     with pytest.raises(UsageError, match="no time to start the workload as given"):
         comparing.bench(Target("made/up.py:workload"), "baseline", budget_s=1.0)

@@ -126,8 +126,8 @@ def write_package(
         kept = Manifest(FORMAT, name, version, flat.inputs, (), most, {})
         kept = _store(program, flat, served, scratch, kept, evidence)
         _save_samples(flat, scratch)
-        compiles = "compile" in kept.recipe or kept.recipe.get("runtime") == "aoti"
-        on_progress("compiling it, for this machine, and " * compiles + "comparing its answers with the model's")
+        is_compiled = "compile" in kept.recipe or kept.recipe.get("runtime") == "aoti"
+        on_progress("compiling it, for this machine, and " * is_compiled + "comparing its answers with the model's")
         kept = _judge(flat, scratch, kept, evidence, writes=handler == "generate")
         if kept.recipe.get("shapes") == "static":
             settings = msgspec.structs.replace(settings, buckets=tuple(powers(most)))  # each is compiled for itself

@@ -127,7 +127,7 @@ def open_package(path: Path) -> Package:
     manifest = read_manifest(path)
     check_name(manifest.name, manifest.version)
     specifiers(manifest.requires)
-    for name, digest in {SAMPLES: "", **manifest.files}.items():  # which no package is without
+    for name, digest in manifest.files.items():
         file = path / name
         if PurePosixPath(name).name != name or name.startswith("."):
             raise UsageError(f"{path} names a file outside itself: {name[:80]!r}")
@@ -135,6 +135,8 @@ def open_package(path: Path) -> Package:
             raise UsageError(f"{path} lacks {name}")
         if _digest(file) not in digest.split():
             raise UsageError(f"{path / name} is damaged or was changed: its SHA-256 is not the manifest's")
+    if SAMPLES not in manifest.files:
+        raise UsageError(f"{path} is not a whole package: its manifest names no {SAMPLES}")
     return Package(path, manifest, read_settings(path, manifest))
 
 

@@ -148,7 +148,7 @@ def options_of(options: Options | None, keywords: Keywords) -> Options:
         raise UsageError(f"tune has no option {name}" + (f": did you mean {near[0]}?" if near else ""))
     chosen = options or Options()
     if not isinstance(chosen, Options):
-        raise UsageError(f"`options` takes fettle.Options(...), not {chosen!r:.80}: its fields may be keywords too")
+        raise UsageError(f"options takes fettle.Options(...), not {chosen!r:.80}: its fields may be keywords too")
     limits = replace(chosen.limits, **{name: changes.pop(name) for name in of_limits & changes.keys()})
     if changes.get("techniques", {}) is None:
         changes["techniques"] = {}
