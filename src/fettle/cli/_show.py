@@ -7,7 +7,6 @@ import shlex
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,16 +44,20 @@ def status_line(first: str, *, quiet: bool = False) -> Iterator[Callable[[str], 
             task = progress.add_task(escape(first), total=None)
             yield lambda text: progress.update(task, description=escape(text))
     else:
-        began, doing, done = time.monotonic(), deque([first], 1), threading.Event()
+        began, doing, done = time.monotonic(), first, threading.Event()
 
         def now_and_then() -> None:
             while not done.wait(_EVERY_S):
                 took = seconds_text(time.monotonic() - began)
-                out.print(f"{doing[-1]} ({took} by now)", markup=False, soft_wrap=True)
+                out.print(f"{doing} ({took} by now)", markup=False, soft_wrap=True)
+
+        def now(text: str) -> None:
+            nonlocal doing
+            doing = text
 
         threading.Thread(target=now_and_then, daemon=True).start()
         try:
-            yield doing.append
+            yield now
         finally:
             done.set()
 

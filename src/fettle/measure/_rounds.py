@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from fettle.measure import _statistics
 from fettle.measure._candidates import Runner, Started
-from fettle.measure._load import QUIET_OTHERS, Load, with_gpu
+from fettle.measure._load import QUIET_OTHERS, Load
 from fettle.measure._priority import HIGHEST, READY, prefer
 from fettle.measure._process import WorkerError
 from fettle.measure._rules import OnProgress, Progress, Rules
@@ -41,10 +41,6 @@ class Rounds:
     on_progress: OnProgress
     patience: Patience = field(default_factory=Patience)
     watch: Watch = field(default_factory=Watch)
-    own: set[int] = field(default_factory=set)
-    """Processes of the race that use a GPU."""
-    _gpus: Sequence[str] = ()
-    """What the last slice used."""
     _busy_until: float = 0.0
     """Until when the machine is taken to be busy, after a slice in which others had it."""
     _first: set[int] = field(default_factory=set)
@@ -63,7 +59,7 @@ class Rounds:
         rules = self.rules
         self.watch.restart()
         for runner in [runner for started in running for runner in started.runners if runner.answer.gpu]:
-            self.own |= {one.pid for one in runner.worker.tree()}  # ranks are children of the process that is asked
+            self.watch.own |= {one.pid for one in runner.worker.tree()}  # ranks are its children
         for count in range(1, (rules.equal_rounds or rules.max_rounds) + 1):
             turns = [(started, runner) for started in running if started.live for runner in started.runners]
             self.order.shuffle(turns)
@@ -100,17 +96,12 @@ class Rounds:
                 return
             if self.patience.may_wait() and not load.is_quota:
                 self.on_progress(Progress(f"the machine is busy ({load}): waiting for a quiet moment"))
-                came = self.patience.wait(self.watch, self.rules.deadline, self._with_gpus)
+                came = self.patience.wait(self.watch, self.rules.deadline)
                 self._busy_until = 0.0 if came else time.monotonic() + _BUSY_S
                 if came:
                     continue
             if first or not self.rules.may_go_first:
                 return
-
-    def _with_gpus(self, load: Load) -> Load:
-        for gpu in self._gpus:
-            load = with_gpu(load, gpu, self.own)
-        return load
 
     def _nobody_first(self) -> None:
         while self._first:
@@ -133,8 +124,8 @@ class Rounds:
         runner.worker.pause()
         runner.turns_s.append(time.monotonic() - began)
         self.watch.mark(answer.cpu_s)
-        self._gpus = answer.gpus
-        load = self._with_gpus(self.watch.load(answer.waits))
+        self.watch.gpus = answer.gpus
+        load = self.watch.load(answer.waits)
         if not load.is_quiet:
             now = time.monotonic()
             self._busy_until = now + max(_BUSY_S, 4 * (now - began))  # or every long call would be made twice

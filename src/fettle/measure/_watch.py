@@ -14,14 +14,14 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
 import psutil
 
-from fettle.measure._load import Load
+from fettle.measure._load import Load, with_gpu
 from fettle.procs.limits import affinity, control_groups
 
 _WINDOW_S = 0.5
@@ -78,6 +78,10 @@ class Watch:
     """Follows the machine while our processes are timed. `own_s` is told what CPU time they had."""
 
     def __init__(self, read: Callable[[], Reading] | None = None) -> None:
+        self.gpus: Sequence[str] = ()
+        """What is looked at beside the cores, by UUID;"""
+        self.own: set[int] = set()
+        """our processes that use them."""
         self._read = read or read_machine
         self._own_s = 0.0
         self._fastest_mhz = 0.0
@@ -105,22 +109,24 @@ class Watch:
         before = self._readings[-2][0] if len(self._readings) > 1 else first
         # A clock alone says nothing: idle cores have a low one, and a single busy core a higher one than many.
         is_hot = last.clock_mhz is not None and _difference(last.overheated, before.overheated) > 0
-        return replace(
+        load = replace(
             _load_between(first, last, last_own_s - first_own_s, since=before),
             waits=waits,
             pressure=_share(last.at_s - first.at_s)(_difference(last.pressure_s, first.pressure_s)),
             clock=(last.clock_mhz or 0.0) / self._fastest_mhz if is_hot else math.nan,
         )
+        for gpu in self.gpus:
+            load = with_gpu(load, gpu, self.own)
+        return load
 
-    def wait_for_quiet(self, most_s: float, beside: Callable[[Load], Load] = lambda load: load) -> bool:
-        """Wait, all our processes stopped, until nobody else is busy; whether that came within `most_s`. `beside` adds
-        what is to be looked at beside the cores."""
+    def wait_for_quiet(self, most_s: float) -> bool:
+        """Wait, all our processes stopped, until nobody else is busy; whether that came within `most_s`."""
         end = time.monotonic() + most_s
         self.restart()
         while time.monotonic() < end:
             time.sleep(min(0.3, max(0.0, end - time.monotonic())))
             self.mark()
-            load = beside(self.load())
+            load = self.load()
             if load.is_quiet and not load.pressure > 0.2:
                 return True
             if len(self._readings) > 2:
@@ -143,10 +149,10 @@ class Patience:
         """Whether to wait at all."""
         return self.left_s > 0.5 and not self.given_up
 
-    def wait(self, watch: Watch, deadline: float, beside: Callable[[Load], Load] = lambda load: load) -> bool:
-        """Wait for a quiet machine, the deadline in mind; whether it came. `beside`: see `Watch.wait_for_quiet`."""
+    def wait(self, watch: Watch, deadline: float) -> bool:
+        """Wait for a quiet machine, the deadline in mind; whether it came."""
         began = time.monotonic()
-        quiet = watch.wait_for_quiet(min(self.left_s, self.longest_s, deadline - began), beside)
+        quiet = watch.wait_for_quiet(min(self.left_s, self.longest_s, deadline - began))
         spent_s = time.monotonic() - began
         self.left_s, self.waited_s = self.left_s - spent_s, self.waited_s + spent_s
         self.given_up = not quiet
