@@ -35,7 +35,7 @@ from fettle.procs.parent import die_with_parent
 from fettle.recipe import Recipe
 from fettle.result import Limits
 
-MODELS = ("t5", "distilbert", "resnet", "mlp", "swin")
+MODELS = ("t5", "distilbert", "resnet", "mlp", "swin", "unet")
 BUDGETS_S = (180, 300)
 RACE_S = 150
 """Time for a race on the quiet machine: starting its processes takes a minute of it, and what is left must do for more
