@@ -658,6 +658,19 @@ def test_each_shape_has_a_graph_in_calls_of_the_recipe_only(shapes, limit):
     assert torch._dynamo.config.recompile_limit == before
 
 
+@pytest.mark.parametrize("text", ["compile=default", "compile=default region=blocks"])
+def test_models_of_torchs_own_classes_are_compiled_as_well(text, monkeypatch):
+    from torch._dynamo.utils import counters
+
+    plain, batch = torch.compile, torch.rand(2, 3, 8)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: plain(function, backend="eager", **options))
+    layers = [torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True) for _ in range(2)]
+    fast = fettle.apply(torch.nn.Sequential(*layers).eval(), text, [batch])
+    counters.clear()
+    fast(batch)
+    assert counters["stats"]["unique_graphs"] >= 1
+
+
 def test_a_default_that_is_written_out_is_the_default():
     text = source(Recipe.parse("compile=default shapes=auto region=whole"), FACTS)
     assert "    model.compile()\n" in text

@@ -65,6 +65,8 @@ class Facts:
     is_module: bool = True
     is_scripted: bool = False
     """It is TorchScript: a module whose code torch.compile and torch.export cannot see."""
+    forward_of_torch: bool = False
+    """Its forward is that of one of torch's own classes, such as `Sequential`."""
     training: bool = False
     train_mode_differs: bool = False
     """In train mode the outputs differ from eval mode: then eval is a precondition, not a choice."""

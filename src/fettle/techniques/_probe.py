@@ -29,7 +29,7 @@ from fettle.techniques._generation import generation_facts
 from fettle.techniques._host import cpu_flags
 from fettle.techniques._linear import is_conv1d
 from fettle.techniques._pipeline import looks_at
-from fettle.techniques._ranks import repeated_blocks
+from fettle.techniques._ranks import forward_of_torch, repeated_blocks
 from fettle.techniques._state_kept import buffers_of, is_same, put_modes_back, state_kept, to_eval
 from fettle.techniques._tensor import tensor_plan
 from fettle.techniques._tiled_attention import with_decomposed_bias
@@ -99,6 +99,7 @@ def _facts(workload: Workload, allow_batch: bool, forward: dict[str, Any]) -> Fa
     return Facts(
         is_module=isinstance(model, torch.nn.Module),
         is_scripted=isinstance(model, torch.jit.ScriptModule),
+        forward_of_torch=forward_of_torch(module),
         training=bool(_in_train_mode(workload)),
         **forward,
         custom_call=workload.call is not None or bool(generation),

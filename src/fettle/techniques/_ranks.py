@@ -62,6 +62,11 @@ def own_rows(data: Any, rank: int, world: int) -> Any:
             yield share_of(batch, rank, world)
 
 
+def forward_of_torch(module: torch.nn.Module) -> bool:
+    """Whether the forward of a module is that of one of torch's own classes, as a `Sequential`'s is."""
+    return type(module).forward.__module__.startswith("torch.nn.")
+
+
 def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The outermost modules with parts of their own and parameters whose class is found twice or more in lists of
     modules. Where such a one is a `Sequential` that holds others, these are, and it is none."""

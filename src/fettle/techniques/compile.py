@@ -1,7 +1,9 @@
 """torch.compile, and what goes with it: frozen weights, dynamic or static shapes, repeated blocks only.
 
 Everything is compiled in place (`nn.Module.compile`), so that a workload which calls `model.generate` or keeps
-references to submodules runs the compiled code too.
+references to submodules runs the compiled code too. That compiles nothing where the forward is of torch's own class
+(`nn.Sequential`, `nn.TransformerEncoderLayer`), which Dynamo passes over, and says nothing (torch 2.13): there the
+module's forward is compiled.
 """
 
 from collections.abc import Mapping
@@ -11,7 +13,7 @@ import torch
 
 from fettle.techniques._base import BOTH, Bundle, Code, Facts, Level, Recipe, Technique, register
 from fettle.techniques._catalogue import keeps_memory
-from fettle.techniques._ranks import repeated_blocks
+from fettle.techniques._ranks import forward_of_torch, repeated_blocks
 from fettle.techniques.precision import autocast, computes_in_bf16
 from fettle.workload import map_tensors
 
@@ -20,7 +22,10 @@ def compile_blocks(model: torch.nn.Module, **options: Any) -> None:
     """Compile the repeated blocks of a model one by one. Those of a class share their code, which is compiled once."""
     blocks = repeated_blocks(model)
     for block in blocks:
-        block.compile(**options)
+        if forward_of_torch(block):
+            block.forward = torch.compile(block.forward, **options)  # type: ignore[method-assign]
+        else:
+            block.compile(**options)
     if not blocks:
         raise RuntimeError("regional compilation found no repeated blocks")
 
@@ -106,8 +111,10 @@ class Compile(Technique):
             options.append(f"options={inductor}")
         helpers: tuple[Any, ...] = ()
         line = f"model.compile({', '.join(options)})"
+        if facts.forward_of_torch:
+            line = f"model.forward = torch.compile({', '.join(['model.forward', *options])})"
         if recipe.levels.get("region") == "blocks":
-            helpers, line = (repeated_blocks, compile_blocks), f"compile_blocks({', '.join(['model', *options])})"
+            helpers, line = (repeated_blocks, forward_of_torch, compile_blocks), f"compile_blocks({', '.join(['model', *options])})"
         elif not facts.is_module:
             line = f"model = torch.compile({', '.join(['model', *options])})"
         outputs: tuple[str, ...] = ()
