@@ -25,6 +25,7 @@ from fettle.cli import _old_spellings, _quiet
 from fettle.cli._console import console
 from fettle.cli._lazy import SETTINGS, LazyGroup
 from fettle.errors import UsageError
+from fettle.procs.process import open_standard_streams
 
 COMMANDS = {
     "Make it fast": {
@@ -139,6 +140,7 @@ def _signals_interrupt() -> Iterator[None]:
 
 def main() -> None:
     """Run the command line: exit 0 done, 1 limits not met or comparison failed, 2 bad usage, 130 interrupted."""
+    open_standard_streams()  # a journal in the place of one would take what a program prints
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an arrow or a bar may not be in the terminal's encoding
     try:
