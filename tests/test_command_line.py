@@ -204,6 +204,16 @@ fettle.cli.main()
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+@pytest.mark.parametrize("words", ["--version", "--help", "trace --help"])
+def test_output_that_nobody_reads_changes_nothing(words: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as unread:
+        command = [sys.executable, "-m", "fettle", *words.split()]
+        done = subprocess.run(command, stdout=unread, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_bug_still_shows_its_traceback(tmp_path: Path) -> None:
     code = "import fettle.cli\ndef bug(*given): raise ZeroDivisionError\nfettle.cli.build = bug\nfettle.cli.main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
