@@ -191,6 +191,29 @@ def test_a_folder_that_is_gone_is_one_line(tmp_path: Path) -> None:
     assert "the current folder cannot be used (No such file or directory)" in done.stderr
 
 
+def test_standard_streams_that_are_closed_lead_nowhere() -> None:
+    code = """
+import os
+os.closerange(0, 3)
+import fettle.cli
+nowhere = os.stat(os.devnull)
+there = lambda **_: os._exit(not all(os.path.samestat(os.fstat(number), nowhere) for number in range(3)))
+fettle.cli.build = lambda: there
+fettle.cli.main()
+"""
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("words", ["--version", "--help", "trace --help"])
+def test_output_that_nobody_reads_changes_nothing(words: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as unread:
+        command = [sys.executable, "-m", "fettle", *words.split()]
+        done = subprocess.run(command, stdout=unread, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_bug_still_shows_its_traceback(tmp_path: Path) -> None:
     code = "import fettle.cli\ndef bug(*given): raise ZeroDivisionError\nfettle.cli.build = bug\nfettle.cli.main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fettle.errors import UsageError
-from fettle.load import client
+from fettle.load import client, texts
 from fettle.load.arrivals import constant
 from fettle.load.loops import closed_loop, open_loop
 from fettle.load.run import UNANSWERED, Run, Text, TextLimits, as_data
@@ -158,6 +158,12 @@ def test_a_model_that_writes_texts_is_sent_no_tensors(monkeypatch):
     monkeypatch.setattr(client, "get_json", lambda *given: client._Model([tokens, last]))
     with pytest.raises(UsageError, match="writes texts: give http://a:1/v1"):
         client.model_request("http://a:1/v2/models/gpt")
+
+
+def test_a_server_that_writes_no_texts_is_told_by_that(monkeypatch):
+    monkeypatch.setattr(texts, "get_json", lambda *given: texts._Listing([]))
+    with pytest.raises(UsageError, match="no model that writes texts"):
+        text_requests("http://a:1/v1", [])
 
 
 def test_limits_count_the_first_token_and_the_gaps():

@@ -241,6 +241,10 @@ def sound(written, tmp_path):
     return open_package(shutil.copytree(written.folder, tmp_path / "odd"))
 
 
+def test_whoever_may_read_its_manifest_may_read_all_of_it(written):
+    assert len({file.stat().st_mode for file in written.folder.iterdir()}) == 1
+
+
 @pytest.mark.parametrize("file", ["graph.json", "weights.safetensors", "serve.toml", "samples.safetensors"])
 def test_a_changed_or_missing_file_is_noticed(sound, file):
     path = sound.folder / file

@@ -350,6 +350,7 @@ def test_it_says_why_more_rows_bring_nothing():
     assert any(text.startswith("2 to 4 rows:") and "the curve is linear" in text for text in explain(linear))
     steep = found_with({1: 0.01, 2: 0.011, 4: 0.012, 8: 0.013})
     assert any("a row costs 10 ms in 1 and 5.5 ms in 2" in text for text in explain(steep))
+    assert all(point.now == point.predicted > 1 > point.predicted_p50_s for point in steep.points)
     full = found_with({1: 0.03, 2: 0.04, 4: 0.06, 8: 0.095})
     assert any(text.startswith("4 to 8 rows:") and "is late" in text for text in explain(full))
     queue = found_with({1: 0.099})

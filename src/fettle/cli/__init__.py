@@ -22,9 +22,10 @@ from rich.markup import escape
 
 import fettle
 from fettle.cli import _old_spellings, _quiet
-from fettle.cli._console import console
+from fettle.cli._console import console, stream
 from fettle.cli._lazy import SETTINGS, LazyGroup
 from fettle.errors import UsageError
+from fettle.procs.process import open_standard_streams
 
 COMMANDS = {
     "Make it fast": {
@@ -139,8 +140,10 @@ def _signals_interrupt() -> Iterator[None]:
 
 def main() -> None:
     """Run the command line: exit 0 done, 1 limits not met or comparison failed, 2 bad usage, 130 interrupted."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # an arrow or a bar may not be in the terminal's encoding
+    open_standard_streams()  # a journal in the place of one would take what a program prints
+    if isinstance(out := sys.stdout, io.TextIOWrapper) and out is sys.__stdout__:  # and none of a test's
+        # an arrow or a bar may not be in the terminal's encoding
+        sys.stdout = stream(1, encoding=out.encoding, errors="replace", line_buffering=out.line_buffering)
     try:
         os.getcwd()
     except OSError as error:  # where it was deleted, MKL ends the process, and says so where nobody hears it

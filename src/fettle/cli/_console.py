@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from typing import Any
 
@@ -9,6 +10,21 @@ from rich.console import Console
 
 _UNBROKEN = 1 << 16
 """Columns that no line has."""
+
+
+class _Stream(io.FileIO):
+    """What is written where nobody reads on, as before ``| head -1``, is lost, and ends no work."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return len(data)
+
+
+def stream(descriptor: int, *, closefd: bool = False, **settings: Any) -> io.TextIOWrapper:
+    """A text file that writes to a descriptor for as long as somebody reads there."""
+    return io.TextIOWrapper(io.BufferedWriter(_Stream(descriptor, "w", closefd)), **settings)
 
 
 def console(*, error: bool = False, **settings: Any) -> Console:

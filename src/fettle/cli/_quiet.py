@@ -17,6 +17,8 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+from fettle.cli._console import stream
+
 _ENVIRONMENT = {
     "KINETO_LOG_LEVEL": "99",  # the profiler's log
     "TQDM_DISABLE": "1",
@@ -84,7 +86,8 @@ def _descriptor_apart() -> Iterator[None]:
         yield
         return
     terminal, before = os.dup(2), sys.stderr
-    with open(os.devnull, "wb") as unread, os.fdopen(terminal, "w", buffering=1, errors="backslashreplace") as mine:
+    opened = stream(terminal, closefd=True, line_buffering=True, errors="backslashreplace")
+    with open(os.devnull, "wb") as unread, opened as mine:
         before.flush()
         os.dup2(unread.fileno(), 2)
         sys.stderr = mine

@@ -130,7 +130,7 @@ def command(
 
       fettle study model.py other.py --design pairs --factor batch=1,4,16 --budget 30m
 
-      fettle study model.py --python ../old/.venv --technique runtime=torch,openvino
+      fettle study model.py --python ../old/.venv --only --technique runtime=torch,openvino
 
       fettle study model.py --storage postgresql://fettle@db/studies -o study-node1
 

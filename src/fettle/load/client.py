@@ -103,6 +103,8 @@ def model_request(
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     if "/v2/models/" not in base:
         names = get_json(f"{base}/v2/models", headers, _Models, tls).models
+        if not names:
+            raise UsageError(f"{base} serves no model yet")
         if len(names) != 1:
             raise UsageError(f"{base} serves {len(names)} models ({', '.join(names)}): name one in the URL")
         base = f"{base}/v2/models/{names[0]}"

@@ -166,6 +166,8 @@ def text_requests(
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     if not model:
         names = [row.id for row in get_json(f"{base}/models", headers, _Listing, tls).data or []]
+        if not names:
+            raise UsageError(f"{base} serves no model that writes texts")
         if len(names) != 1:
             raise UsageError(f"{base} serves {len(names)} models ({', '.join(names)}): name one with `model`")
         model = names[0]

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
 import tempfile
 import zipfile
 from collections.abc import Collection
@@ -108,6 +109,8 @@ def seal(folder: Path, manifest: Manifest) -> None:
         if file.is_file() and file.name != MANIFEST and not file.name.startswith(".")
     }
     _write(folder, manifest, files)
+    for name in files:  # safetensors lets nobody but their owner read the files that it writes
+        shutil.copymode(folder / MANIFEST, folder / name)
 
 
 def _write(folder: Path, manifest: Manifest, files: dict[str, str]) -> None:

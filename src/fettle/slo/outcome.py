@@ -160,8 +160,8 @@ def _about_workers(best: Point, points: Sequence[Point]) -> list[str]:
             tops[branch] = point
     notes = []
     for branch, point in tops.items():
-        if branch != best.setting.branch:
-            change = point.now / (best.now or math.nan) - 1
+        if branch != best.setting.branch and best.now:
+            change = point.now / best.now - 1
             notes.append(f"{branch}, at best: " + (f"{change:+.0%}" if point.now else "cannot keep the limit"))
     return notes
 

@@ -71,5 +71,5 @@ def _simulated(measured: Measured, limit_s: float) -> list[Point]:
         for delay in DELAYS if rows > 1 else DELAYS[:1]:
             setting = Setting(**vars(branch), max_rows=rows, delay_s=delay * curve.at(1), buckets=measured.buckets)
             best, outcome = capacity(setting.batching(), costs, limit_s)
-            points.append(Point(setting, best, outcome.percentile(50) if outcome else math.nan))
+            points.append(Point(setting, best, predicted_p50_s=outcome.percentile(50) if outcome else math.nan))
     return points

@@ -81,7 +81,8 @@ def _analyse(table: Table, group: str, response: Response) -> Analysis:
     missing = len(rows) - known
     model = fit(table, group, response)
     if model is None:
-        why = "nothing was measured" if not known else "it does not vary, or too few experiments vary it"
+        too_few = "it takes three experiments in which a factor and the result vary"
+        why = too_few if known else "nothing was measured"
         return Analysis(group, response, known, missing, why_not=why)
     pooled = pool(table, group, response) if MACHINE in model.levels else ""
     fitted, spreads = (pooled.model, pooled.spreads) if isinstance(pooled, Pooled) else (model, {})
