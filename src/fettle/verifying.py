@@ -68,9 +68,7 @@ def _verified(finding: Finding, trial: Trial, beside: str, without: Trial | None
             return Verified(finding, recipe, None, needed.reason, beside)
     before, elapsed = (ALONE, ALONE) if without is None else (without.speedup, without.elapsed_speedup)
     gain = ratio(before, trial.speedup)
-    if before is None or gain is None or not gain.is_known:
-        return Verified(finding, recipe, None, "too few rounds: give a longer --budget", beside)
+    problem = "" if gain is not None and gain.is_known else "too few rounds: give a longer --budget"
     is_quiet = trial.is_quiet and (without is None or without.is_quiet)
-    return Verified(
-        finding, recipe, gain, "", beside, before, is_quiet, trial.load, ratio(elapsed, trial.elapsed_speedup)
-    )  # fmt: skip
+    return Verified(finding, recipe, None if problem else gain, problem, beside, before or ALONE, is_quiet, trial.load,
+                    ratio(elapsed, trial.elapsed_speedup))  # fmt: skip
