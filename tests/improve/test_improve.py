@@ -384,7 +384,7 @@ def test_what_a_loader_lets_through_of_a_faster_step_is_said(
                            last=SimpleNamespace(fetch_mean_s=fetch_s))  # fmt: skip
     loop = guided._loop(SimpleNamespace(best=best))  # type: ignore[arg-type]
     won = Trial(Recipe({"precision": "bf16"}), "measured", speedup=Interval(3.0, 2.9, 3.1))
-    found = SimpleNamespace(interrupted=False, winner=won, recipe=won.recipe, notes=[])
+    found = SimpleNamespace(interrupted=False, winner=won, baseline=None, recipe=won.recipe, notes=[])
     monkeypatch.setattr(guided, "tune", lambda *args, **options: found)
     monkeypatch.setattr(guided, "save", lambda *args: [])
     monkeypatch.setattr(guided, "verdict", lambda result: "Three times.")
