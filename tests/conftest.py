@@ -85,9 +85,10 @@ def never_wait() -> None:
     tests/measure/test_rounds.py)."""
     from fettle import comparing
     from fettle.gate import racing
+    from fettle.measure import _watch
     from fettle.tuning import session
 
-    session.WAITING = session._UNLIMITED_WAIT_S = comparing._WAIT_S = racing._WAIT_S = 0.0
+    session.WAITING = session._UNLIMITED_WAIT_S = comparing._WAIT_S = racing._WAIT_S = _watch.WAIT_S = 0.0
 
 
 def pytest_configure(config):

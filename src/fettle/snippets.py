@@ -66,8 +66,7 @@ class Snippets:
         names = max(len(row.name) for row in self.rows)
         texts = [f"{name:{names}}  {spent:>8}  {speedup:18}  {verdict}".rstrip()
                  for name, spent, speedup, verdict in self.lines()]  # fmt: skip
-        rounds = f"{count_text(self.rounds, 'round')} in this process"
-        return "\n".join([*texts, ". ".join(filter(None, (rounds, self.load)))])
+        return "\n".join([*texts, f"{self.load}{count_text(self.rounds, 'round')} in this process"])
 
     __repr__ = __str__
 
@@ -76,7 +75,7 @@ class Snippets:
             f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in line)}</tr>" for line in self.lines()
         )  # fmt: skip
         head = "".join(f"<th>{name}</th>" for name in ("snippet", "one run", "speed-up", ""))
-        note = f"{count_text(self.rounds, 'round')} in this process. {self.load}"
+        note = f"{self.load}{count_text(self.rounds, 'round')} in this process."
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{escape(note)}</p>"
 
 
@@ -125,7 +124,7 @@ def compare(
         Snippet(name, statistics.median(of), ratio_interval(_ratios(taken[0], of), alpha))
         for name, of in zip(snippets, taken, strict=True)
     ]
-    return Snippets(tuple(rows), len(taken[0]), surroundings.sentence())
+    return Snippets(tuple(rows), len(taken[0]), surroundings.look().under)
 
 
 def _ratios(first: Sequence[float], other: Sequence[float]) -> list[float]:

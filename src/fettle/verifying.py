@@ -66,8 +66,9 @@ def _verified(finding: Finding, trial: Trial, beside: str, without: Trial | None
     for needed in (trial, without):
         if needed is not None and not needed.ok:
             return Verified(finding, recipe, None, needed.reason, beside)
-    load, before = "" if trial.is_quiet else str(trial.load), ALONE if without is None else without.speedup
+    before, elapsed = (ALONE, ALONE) if without is None else (without.speedup, without.elapsed_speedup)
     gain = ratio(before, trial.speedup)
-    if before is None or gain is None or not gain.is_known:
-        return Verified(finding, recipe, None, "too few rounds: give a longer --budget", beside)
-    return Verified(finding, recipe, gain, "", beside, before, load)
+    problem = "" if gain is not None and gain.is_known else "too few rounds: give a longer --budget"
+    is_quiet = trial.is_quiet and (without is None or without.is_quiet)
+    return Verified(finding, recipe, None if problem else gain, problem, beside, before or ALONE, is_quiet, trial.load,
+                    ratio(elapsed, trial.elapsed_speedup))  # fmt: skip

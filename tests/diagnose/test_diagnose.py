@@ -21,7 +21,7 @@ from fettle.diagnose.finding import Verified
 from fettle.diagnose.report import page
 from fettle.diagnose.rules import RULES, findings
 from fettle.errors import UsageError
-from fettle.measure import Interval
+from fettle.measure import Interval, Load
 from fettle.techniques import Facts
 from fettle.train import TrainingWorkload
 from fettle.workload import Workload, find_target
@@ -365,10 +365,21 @@ def test_a_report_escapes_what_it_is_given_and_shows_what_was_measured() -> None
     assert "1.80x [1.70, 1.90]" in text
     assert "within the bound" in text
     assert "the rule is wrong" in page(found, [beyond])
-    busy = page(found, [replace(beyond, load="others took 24% of the cores")])
+    beside = Interval(3.1, 2.9, 3.3)
+    busy = page(found, [replace(beyond, is_quiet=False, load=Load(others=0.24), elapsed_speedup=beside)])
+    assert "on a busy machine (others took 24% of the cores), with the time spent waiting for a core taken out" in busy
+    assert "; in time elapsed beside that load 3.10x [2.90, 3.30]: " in busy
     assert "beyond the bound" in busy
     assert "the rule is wrong" not in busy
     assert json.dumps(diagnosis_json(found))
+
+
+def test_a_diagnosis_beside_a_neighbour_says_so_first() -> None:
+    seen = Evidence(Facts(), wall_s=0.01, load=Load(others=0.5))
+    found = Diagnosis("x", [Finding("casts", "Casts.", 0.5)], wall_s=0.01, evidence=seen)
+    assert found.verdict.startswith("On a busy machine (others took 50% of the cores): Casts. Mending it could save")
+    told = diagnosis_json(found)
+    assert (told["is_quiet"], told["load"]["others"]) == (False, 0.5)
 
 
 PLANTED = Path(__file__).parents[2] / "bench" / "diagnosis_cases"

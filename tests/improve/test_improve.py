@@ -17,7 +17,7 @@ from fettle.improve.guided import _line
 from fettle.improve.state import recall
 from fettle.inputs.kept import content_hash
 from fettle.journal import Journal
-from fettle.measure import Accuracy, Interval, Trial
+from fettle.measure import Accuracy, Interval, Load, Trial
 from fettle.recipe import Recipe
 from fettle.result import Limits
 from tests.conftest import Run
@@ -304,6 +304,8 @@ def test_what_cannot_be_done_says_why_and_the_others_go_on(work: Path, tmp_path:
 @pytest.mark.parametrize(("changed", "says"), [
     ({"verify": Step(name="verify", status="failed", says="It is slower.")},
      "Tuning found 2.00x [1.90, 2.10], which a race of its own did not confirm: It is slower."),
+    ({"verify": Step(name="verify", says="It is.", under="On a busy machine: ", speedup=Interval(2.0, 1.9, 2.1))},
+     "On a busy machine: 2.00x [1.90, 2.10] as fast as given, verified in a race of its own."),
     ({"tune": Step(name="tune", says="As given is best."), "verify": Step(name="verify", status="skipped", says="")},
      "As given is best."),
     ({"tune": Step(name="tune", status="failed", says="No budget.")}, "Nothing was tuned."),
@@ -320,6 +322,9 @@ def test_the_headline_claims_what_the_steps_found(changed: dict, says: str, tmp_
     ({"accuracy": Accuracy(error=0.02, perplexity=3.0)}, "with a mean KL divergence of 0.02."),
     ({}, "is 2.00x [1.90, 2.10] as fast as given, with answers that were not compared."),
     ({"speedup": Interval(690.0, 75.0, 6347.0)}, "could not be compared with the workload as given"),
+    ({"is_quiet": False, "load": Load(others=0.5), "elapsed_speedup": Interval(3.0, 2.9, 3.1)},
+     "On a busy machine (others took 50% of the cores), with the time spent waiting for a core taken out: precision="),
+    ({"is_quiet": False, "elapsed_speedup": Interval(3.0, 2.9, 3.1)}, "beside that load it was 3.00x [2.90, 3.10]."),
     ({"speedup": None}, "could not be compared with the workload as given, as others had too much of the machine"),
 ])  # fmt: skip
 def test_verifying_says_what_it_knows(changed: dict, says: str, tmp_path: Path, monkeypatch) -> None:
@@ -338,6 +343,8 @@ def test_verifying_says_what_it_knows(changed: dict, says: str, tmp_path: Path, 
 
 @pytest.mark.parametrize(("changed", "says"), [
     ({}, "A call takes 10 ms, 400 samples a second."),
+    ({"load": Load(others=0.5)},
+     "On a busy machine (others took 50% of the cores): A call takes 10 ms, 400 samples a second."),
     ({"accuracy": Accuracy(losses=(1.0,))}, "A step takes 10 ms, 400 samples a second."),
     ({"generation": Generation()}, "A text takes 10 ms, 400 tokens a second."),
 ])  # fmt: skip
@@ -377,7 +384,7 @@ def test_what_a_loader_lets_through_of_a_faster_step_is_said(
                            last=SimpleNamespace(fetch_mean_s=fetch_s))  # fmt: skip
     loop = guided._loop(SimpleNamespace(best=best))  # type: ignore[arg-type]
     won = Trial(Recipe({"precision": "bf16"}), "measured", speedup=Interval(3.0, 2.9, 3.1))
-    found = SimpleNamespace(interrupted=False, winner=won, recipe=won.recipe, notes=[])
+    found = SimpleNamespace(interrupted=False, winner=won, baseline=None, recipe=won.recipe, notes=[])
     monkeypatch.setattr(guided, "tune", lambda *args, **options: found)
     monkeypatch.setattr(guided, "save", lambda *args: [])
     monkeypatch.setattr(guided, "verdict", lambda result: "Three times.")

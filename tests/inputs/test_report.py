@@ -43,12 +43,6 @@ def test_the_page_needs_no_network_and_no_script(found) -> None:
     assert "a note" in text
 
 
-def test_the_page_says_that_the_machine_was_busy(found) -> None:
-    busy = "Measured on a busy machine: others took 50% of the cores."
-    assert busy in page(found, busy)
-    assert "busy machine" not in page(found)
-
-
 def test_rows_and_facts(found) -> None:
     shown = rows(found)
     assert [row["workers"] for row in shown] == sorted((row["workers"] for row in shown), key=int)

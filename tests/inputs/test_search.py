@@ -3,6 +3,7 @@
 import itertools
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,12 +15,13 @@ from hypothesis import strategies as st
 from fettle.errors import UsageError
 from fettle.inputs import Measured, Setting, measure_and_search
 from fettle.inputs._messages import Faults
-from fettle.inputs.race import PAIRS, ROUNDS, Race
-from fettle.inputs.report import rows
+from fettle.inputs.race import MOST, PAIRS, ROUNDS, Race
+from fettle.inputs.report import as_data, rows
 from fettle.inputs.result import RowRaises, cannot_help
 from fettle.inputs.search import _search
 from fettle.inputs.setting import AS_GIVEN, BATCH_INDEX, Facts, Room, Slice, ratio
 from fettle.journal import Journal
+from fettle.measure import Load
 from fettle.procs.child import ChildError
 
 HERE = Path(__file__).parent
@@ -146,6 +148,44 @@ def test_one_busy_core_says_so() -> None:
     plain = Measured(Setting(), {0: a_slice(10.0, cpu_share=0.99)})
     assert "one core" in cannot_help(plain, 0.0, 1)
     assert cannot_help(plain, 0.0, 2) == ""
+
+
+def test_slices_that_others_disturbed_are_no_evidence_where_two_rounds_are_quiet() -> None:
+    calm = Measured(Setting(), {number: a_slice(10.0, waiting=0.2) for number in range(4)})
+    disturbed = {number: a_slice(1.0, waiting=0.9, quiet=False) for number in (0, 1)}
+    mostly = Measured(Setting(1), {**disturbed, 2: a_slice(10.0, waiting=0.2), 3: a_slice(10.0, waiting=0.2)})
+    assert (mostly.rate, mostly.waiting, ratio(mostly, calm)) == (10.0, 0.2, 1.0)
+    never = Measured(Setting(2), disturbed)
+    assert (never.rate, ratio(never, calm)) == (1.0, 0.1)
+
+
+def test_a_neighbour_that_stays_ends_a_comparison_that_began_on_a_quiet_machine() -> None:
+    class Disturbed(MadeUp):
+        def _slice(self, setting):
+            return msgspec.structs.replace(super()._slice(setting), quiet=len(self.asked) <= 4)
+
+    race = Disturbed()
+    race.open()
+    assert race.pairs(Setting(1), Setting()) == pytest.approx(1.0)
+    assert len(race.asked) == 2 * MOST
+
+
+def test_what_others_had_is_of_each_slice_and_the_verdict_begins_with_it(monkeypatch) -> None:
+    class Busy(MadeUp):
+        _slice = Race._slice
+
+        def _process(self, setting):
+            taken = MadeUp._slice(self, setting)
+            return SimpleNamespace(call=lambda *asked: taken, resident_bytes=lambda: 0, pause=lambda: None)
+
+    race = Busy()
+    race._around = SimpleNamespace(watched=lambda take: (take(), Load(others=0.5)))  # type: ignore[assignment]
+    found = race.search()
+    assert found.verdict.startswith("On a busy machine (others took 50% of the cores): ")
+    told = as_data(found)
+    assert (told["is_quiet"], told["load"]["others"]) == (False, 0.5)
+    assert not any(taken["quiet"] for item in told["settings"] for taken in item["slices"].values())
+    assert MadeUp().search().load.is_quiet
 
 
 def test_more_workers_than_cores_only_where_loading_waits() -> None:

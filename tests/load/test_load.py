@@ -1,8 +1,10 @@
 """Load and simulation: against theory, against a server, and against what goes wrong."""
 
 import asyncio
+import io
 import json
 import math
+import os
 import socket
 import threading
 import tracemalloc
@@ -12,18 +14,21 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from fettle.cli.serve import load
 from fettle.errors import UsageError
 from fettle.load import loops
 from fettle.load.arrivals import constant, poisson, read_schedule
-from fettle.load.client import Connection, http_request, model_request
+from fettle.load.client import Connection, http_request, model_request, server_processes
 from fettle.load.loops import _inconsistent, _Load, closed_loop, open_loop
 from fettle.load.run import UNANSWERED, Run, as_data, warm_up
 from fettle.load.texts import text_lines, text_requests
 from fettle.load.torchserve import COLUMNS, torchserve_row
+from fettle.measure import Load
 from fettle.package.manifest import open_package
 from fettle.package.settings import ServeSettings
+from fettle.report.load_page import headline
 from fettle.slo.simulate import Costs, capacity, simulate
 from tests.serving import running
 
@@ -526,6 +531,25 @@ def test_the_commands(server, store, tmp_path, run_fettle):
         done = run_fettle("serve", *wrong)
         assert done.code == 2, (wrong, done.err)
         assert len(done.err.strip().splitlines()) == 1, done.err
+
+
+def test_what_others_had_of_the_machine_is_said_first():
+    run = Run("closed", 1, 1, np.full(9, 0.1), 1, {200: 9}, load=Load(others=0.5))
+    assert load._cells(run)["note"] == "on a busy machine (others took 50% of the cores)"
+    told = as_data(run)
+    assert (told["is_quiet"], told["load"]["others"], told["load"]["steal"]) == (False, 0.5, None)
+    assert headline([told], ["1 client"]).startswith("On a busy machine (others took 50% of the cores): 9 answers")
+    out = io.StringIO()
+    load._print([run, replace(run, load=Load())], [], Console(file=out, width=200))
+    assert out.getvalue().startswith("On a busy machine (others took 50% of the cores): expect other figures")
+
+
+def test_a_server_on_this_machine_is_none_of_the_others():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        request = http_request(f"http://localhost:{listening.getsockname()[1]}/", b"", {})
+        assert server_processes(request) == {os.getpid()}
+    assert server_processes(request) is None
+    assert server_processes(http_request("http://192.0.2.1:80/", b"", {})) == set()
 
 
 def test_no_answer_has_no_time():

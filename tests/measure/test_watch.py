@@ -8,11 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from fettle.files import plain
 from fettle.measure import _watch
-from fettle.measure._load import QUIET_OTHERS, Load, mean_load
+from fettle.measure._load import QUIET_OTHERS, Load, busy_load, mean_load
 from fettle.measure._meters import spent
 from fettle.measure._waits import Waits, busiest, held_up_ns, ran_ns, waited_ns, without_waits
-from fettle.measure._watch import Patience, Reading, Watch, read_machine
+from fettle.measure._watch import Patience, Reading, Surroundings, Watch, read_machine
 from fettle.procs import limits
 
 START = Reading(at_s=100.0, boot_s=500.0, busy_s=40.0, steal_s=0.0, pressure_s=1.0, throttled_s=0.0, cores=2)
@@ -271,6 +272,49 @@ def test_waiting_has_a_bound_and_is_given_up_on_a_machine_that_is_never_quiet(mo
     assert not patience.wait(Watch(clock.read), math.inf)
     assert clock.now == pytest.approx(125.0, abs=0.5)
     assert not patience.may_wait()
+
+
+def surroundings(monkeypatch, busy_until: float) -> tuple[Clock, Surroundings]:
+    clock = Clock(busy_until)
+    monkeypatch.setattr(_watch, "time", clock)
+    monkeypatch.setattr(_watch, "read_machine", clock.read)
+    monkeypatch.setattr(_watch, "WAIT_S", 60.0)
+    monkeypatch.setattr(_watch, "_family_s", lambda also: 0.0)
+    return clock, Surroundings()
+
+
+def test_what_is_timed_otherwise_than_in_a_race_is_timed_again_once_others_are_gone(monkeypatch):
+    clock, around = surroundings(monkeypatch, 110.0)
+    when, load = around.watched(lambda: clock.sleep(1.0) or clock.now)
+    assert 111.0 <= when <= 113.0
+    assert load.is_quiet
+
+
+def test_beside_a_neighbour_that_stays_it_is_timed_once_and_says_so(monkeypatch):
+    clock, around = surroundings(monkeypatch, math.inf)
+    for when in (101.0, 127.0):  # nobody waits a second time
+        found, load = around.watched(lambda: clock.sleep(1.0) or clock.now)
+        assert found == pytest.approx(when, abs=0.5)
+        assert load.under == "On a busy machine (others took 100% of the cores): "
+
+
+def test_what_children_have_is_not_the_others(monkeypatch):
+    readings = iter([START, after(1.0, busy_s=2.0), after(2.0, busy_s=4.0)])
+    had = iter([50.0, 51.9, 3.0])  # one was killed, and what it had is not told any more
+    monkeypatch.setattr(_watch, "read_machine", lambda: next(readings))
+    monkeypatch.setattr(_watch, "_family_s", lambda also: next(had))
+    around = Surroundings()
+    assert around.look().others == pytest.approx(0.05)
+    assert around.look().others == pytest.approx(1.0)
+
+
+def test_a_load_comes_back_from_json_and_several_are_told_by_those_that_disturbed():
+    busy = Load(waits=0.5, others=0.5, slept=True)
+    assert Load.from_json(plain(busy)).slept
+    assert str(Load.from_json(plain(busy))) == str(busy)
+    assert busy_load([Load(others=0.0), Load(others=0.4), Load(others=0.6)]).others == 0.5
+    assert busy_load([Load(others=0.0), Load(others=0.04)]).others == 0.02
+    assert busy_load([]).is_quiet
 
 
 def test_waiting_ends_at_the_deadline(monkeypatch):

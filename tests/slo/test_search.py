@@ -12,6 +12,7 @@ import sys
 import time
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -22,6 +23,7 @@ from hypothesis import strategies as st
 from fettle.cli.serve.slo import _Work
 from fettle.errors import UsageError
 from fettle.load.torchserve import COLUMNS
+from fettle.measure import Load
 from fettle.package.host import host_id
 from fettle.package.manifest import open_package, read_settings
 from fettle.package.settings import CostCurve
@@ -190,7 +192,7 @@ def made_up(monkeypatch):
     async def overheads(self, setting):
         return Overheads(0.0, 0.0)
 
-    async def prove(package, point, costs, found, seconds, journal, on_progress, stop, expected, to_beat, trust):
+    async def prove(package, point, costs, found, seconds, journal, on_progress, stop, expected, *rest):
         real = Costs({rows: (value,) for rows, value in World.truth.items()}, 0, 0)
         point.measured = capacity(point.setting.batching(), real, found.limit_s, requests=1500)[0]
 
@@ -226,7 +228,7 @@ def test_others_are_tested_from_where_the_first_one_lets_expect_and_none_that_di
 ):
     begun, rows = [], []
 
-    async def prove(package, point, costs, found, seconds, journal, on_progress, stop, expected, to_beat, trust):
+    async def prove(package, point, costs, found, seconds, journal, on_progress, stop, expected, *rest):
         begun.append(expected and expected / point.predicted)
         rows.append(point.setting.max_rows)
         point.measured = 0.97 * point.predicted
@@ -278,6 +280,45 @@ def test_load_tests_end_where_they_know_enough(package, monkeypatch, truth, expe
     asyncio.run(proof.prove(package, point, costs, found, 1.0, expected=expected, to_beat=to_beat))
     assert tested == pytest.approx(rates, rel=1e-3)
     assert point.measured == pytest.approx(measured, rel=1e-3)
+
+
+def test_a_load_test_that_others_disturbed_is_made_again_once(package, monkeypatch):
+    """What others have of the second they are said to have had."""
+    loads, gone = [Load(others=0.5), Load(others=0.4)], [True, False]
+    around = SimpleNamespace(mark=lambda: None, look=lambda: loads.pop(0), again=lambda load: gone.pop(0))
+    made = []
+
+    async def test(served, rate):
+        made.append(rate)
+        return OneTest(rate, False, {"void": ""}, ServerStats())
+
+    async def server():
+        return SimpleNamespace(close=server)
+
+    found, point = found_with({1: 0.01}), Point(Setting(1, 1, max_rows=1), predicted=100.0)
+    asyncio.run(proof.bracket(
+        point, found, open_journal(None), 100.0, 100.0, near=False, key=str, start=server, test=test,
+        on_test=lambda rate: None, around=around,
+    ))  # fmt: skip
+    assert made == [100.0, 100.0]
+    assert point.tests[0].run["load"]["others"] == found.load.others == 0.4
+    assert point.tests[0].run["is_quiet"] is False
+
+
+def test_a_search_beside_a_neighbour_says_so_first(package, made_up, monkeypatch):
+    made_up.costs = made_up.truth = {1: 0.01, 2: 0.012, 4: 0.016}
+    plain = room.calibrate
+
+    def disturbed(given, **rest):
+        made = plain(given, **rest)
+        made.loads = {1: {"others": 0.5, "waits": None}, 2: {"others": 0.0}}
+        return made
+
+    monkeypatch.setattr(room, "calibrate", disturbed)
+    data = as_data(asyncio.run(search(package, 0.1, most_rows=4, cores=1)), name="net", target="x", machine="",
+                   written="")  # fmt: skip
+    assert (data["is_quiet"], data["load"]["others"], data["branches"][0]["load"]["others"]) == (False, 0.5, 0.5)
+    assert "On a busy machine (others took 50% of the cores): " in slo_page(data)
 
 
 def test_a_prediction_that_is_off_is_corrected(package, made_up):

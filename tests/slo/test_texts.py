@@ -187,7 +187,6 @@ def test_a_search_proves_the_best_and_tells_the_rest(package, monkeypatch, tmp_p
     assert best.measured == pytest.approx(best.predicted, rel=0.25)
     assert server.rates[0] == (best.setting, best.predicted)
     data = room.texts_data(found, name="tiny", target="tiny-1", machine="this one")
-    data["busy"] = ""
     said = texts_page(json.loads(json.dumps(data)))
     assert "texts a second within 1000 ms to the first token and 50 ms between two" in said
     assert "64 tokens of prompt" in texts_words(data)
@@ -208,7 +207,7 @@ def test_of_several_packages_that_which_serves_most_is_the_best(package, monkeyp
     found, _ = searched([Variant("chat-1", package), Variant("chat-int8-1", few_bits)], monkeypatch)
     assert found.best.setting.variant == "chat-int8-1"
     assert any(why.startswith("chat-1, at best: predicted ") for why in found.why)
-    data = {**room.texts_data(found, name="chat", target="chat-1 chat-int8-1", machine="this one"), "busy": ""}
+    data = room.texts_data(found, name="chat", target="chat-1 chat-int8-1", machine="this one")
     table = texts_table(data)
     assert (table.columns[-1], table.rows[0][-1]) == ("package", "chat-int8-1")
     assert "chat-1, at best" in texts_page(data)

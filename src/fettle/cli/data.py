@@ -65,7 +65,6 @@ def command(
     from fettle.inputs import measure_and_search
     from fettle.inputs.kept import default_path
     from fettle.inputs.report import as_data, write_report
-    from fettle.measure import Surroundings
     from fettle.page import drawn
 
     if output is not None:
@@ -73,19 +72,15 @@ def command(
     slice_s = _options.duration_s(slice_, "--slice")
     if not 0.01 <= slice_s <= 600:
         raise UsageError(f"--slice {slice_}: between 10ms and 10m")
-    around = Surroundings()
     with _show.bar("starting", quiet=as_json, lines=True) as show:
         result = measure_and_search(
             target, slice_s=slice_s, timeout_s=_options.duration_s(timeout, "--timeout"), ranks=ranks,
             device=_options.one_device(device, ("auto",)), keep=keep or default_path(target), lints=lints,
             on_progress=show,
         )  # fmt: skip
-    busy = around.sentence()
     if output is not None:
-        write_report(result, output, busy)
-    _show.answer(
-        as_json, lambda: {**as_data(result), "busy": busy}, lambda console: _print(result, busy, console), output
-    )
+        write_report(result, output)
+    _show.answer(as_json, lambda: as_data(result), lambda console: _print(result, console), output)
     _show.leave(interrupted=result.interrupted, missed=bool(result.raises))
 
 
@@ -102,11 +97,9 @@ def _trace(before: Path, after: Path | None, as_json: bool) -> None:
     _show.answer(as_json, lambda: data, lambda console: console.print(escape(text)))
 
 
-def _print(result: PipelineResult, busy: str, console: Console) -> None:
+def _print(result: PipelineResult, console: Console) -> None:
     from fettle.inputs.report import facts, settings
 
-    if busy:
-        console.print(f"[yellow]{escape(busy)}[/]\n")
     console.print(f"[bold]{escape(result.verdict)}[/]\n")
     for line in facts(result):
         console.print(escape(line))

@@ -137,7 +137,8 @@ def _verified(
 
 
 def _verified_json(item: Verified) -> dict[str, object]:
-    names = ("recipe", "beside", "speedup", "saved", "bound_kept", "also", "problem", "load")
+    names = ("recipe", "beside", "speedup", "saved", "bound_kept", "also", "problem", "is_quiet", "load",
+             "elapsed_speedup")  # fmt: skip
     own = {name: getattr(item, name) for name in names}
     return {"rule": item.finding.rule, "speedup_at_most": item.finding.speedup, **own}
 
@@ -206,12 +207,12 @@ def _checked(item: Verified) -> str:
     bound = "the bounds of all that it answers" if item.also else "the bound"
     words = {
         True: f"[green]within {bound}[/]",
-        False: f"[yellow]beyond {bound}: diagnose again on a quiet machine[/]"
-        if item.load
-        else f"[bold red]beyond {bound}: the rule is wrong[/]",
+        False: f"[bold red]beyond {bound}: the rule is wrong[/]"
+        if item.is_quiet
+        else f"[yellow]beyond {bound}: diagnose again on a quiet machine[/]",
         None: f"[yellow]too uncertain to compare with {bound}: give a longer --budget[/]",
     }
     word = words[item.bound_kept]
     over = f" over {escape(item.beside)}" if item.beside else ""
-    busy = f"on a busy machine ({item.load}), with the time spent waiting for a core taken out, " if item.load else ""
-    return f"{busy}measured {interval(item.speedup)} with {escape(item.recipe)}{over}: {word}"
+    measured = f"measured {interval(item.speedup)} with {escape(item.recipe)}{over}"
+    return f"{item.under}{measured}{item.elapsed}: {word}"

@@ -31,6 +31,7 @@ from fettle.diagnose.collectors.waiting import all_threads_s, crowded, waiting
 from fettle.diagnose.evidence import Batches, Cost, Evidence, Fresh
 from fettle.generate import brief
 from fettle.machine import measure_peaks
+from fettle.measure import Surroundings
 from fettle.procs.limits import pages_fetched
 from fettle.techniques import probe_facts, unchanged
 from fettle.train import TrainingWorkload
@@ -60,6 +61,7 @@ def collect(measured: Workload | TrainingWorkload, seconds: float) -> Evidence:
         return evidence
 
     module = owner if isinstance(owner, torch.nn.Module) else None
+    around = Surroundings()
     began = time.perf_counter()
     records = any(tensor.requires_grad for tensor in tensors(call()))
     first_call_s = time.perf_counter() - began
@@ -67,6 +69,7 @@ def collect(measured: Workload | TrainingWorkload, seconds: float) -> Evidence:
     counters, pages, threads_s = allocator_counts(device), pages_fetched(), all_threads_s()
     plain = noted("plain calls", lambda: timed(call, device, 0.25 * seconds, least))
     without_core = crowded(threads_s)
+    waits = (all_threads_s()[1] - threads_s[1]) / costs["plain calls"].seconds
     pages = pages_fetched() - pages
     allocator = {name: count - counters[name] for name, count in allocator_counts(device).items()}
     wall_s = statistics.median(plain)
@@ -116,6 +119,7 @@ def collect(measured: Workload | TrainingWorkload, seconds: float) -> Evidence:
         fresh=fresh,
         allocator={**allocator, "calls": len(plain)} if allocator else {},
         costs=costs,
+        load=around.look(waits),
     )
 
 

@@ -16,7 +16,6 @@ from fettle.diagnose.finding import Finding
 from fettle.diagnose.recordings import Examiner, Recording, joined, of_files, traces_and_snapshots
 from fettle.diagnose.recordings import record as recorded
 from fettle.diagnose.roofline import Roofline, roofline
-from fettle.diagnose.rules import CROWDED
 from fettle.diagnose.rules import findings as rule_findings
 from fettle.errors import UsageError, refusing
 from fettle.files import plain
@@ -72,11 +71,12 @@ class Diagnosis:
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
+        """One sentence, which says where others had the machine."""
+        under = self.evidence.load.under if self.evidence is not None else ""
         timed = [finding for finding in (*self.findings, *self.opportunities) if finding.bound > 0]
         for first in (*timed, *self.findings, *(one for one in self.opportunities if one.most)):
-            return f"{first.says} Mending it could save {first.most}." if first.most else first.says
-        return "Nothing stands out: no rule found more than 3% of the time to be won."
+            return f"{under}{first.says} Mending it could save {first.most}." if first.most else f"{under}{first.says}"
+        return f"{under}Nothing stands out: no rule found more than 3% of the time to be won."
 
     @property
     def roofline(self) -> Roofline | None:
@@ -163,6 +163,7 @@ def diagnosis_json(diagnosis: Diagnosis) -> dict[str, Any]:
             {"name": name, "calls": calls, "seconds": seconds, "share": share, "parameter_bytes": held}
             for name, calls, seconds, share, held in parts_lines(diagnosis.evidence.facts)
         ]
+        data["is_quiet"], data["load"] = diagnosis.evidence.load.is_quiet, plain(diagnosis.evidence.load)
         data["evidence"] = plain(diagnosis.evidence)
     return data
 
@@ -193,11 +194,6 @@ def _of_workload(
             evidence = replace(evidence, compile=compile_health(target, backend="aot_eager", rounds=2, timeout_s=180.0))
         except UsageError as error:
             notes.append(f"compile health: not known, {error}")
-    if evidence.crowded > CROWDED and evidence.facts.threads <= evidence.facts.physical_cores:
-        notes.append(
-            f"the machine is busy: threads of a call had no core for {evidence.crowded:.0%} of the time; times, and "
-            "what switches bring, are less certain than on a quiet one"
-        )
     faults, opportunities = _apart(joined(rule_findings(evidence), more, evidence.facts))
     return Diagnosis(
         target.name,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fettle.diagnose.compile_health import CompileHealth
+from fettle.measure import Load
 from fettle.techniques import Facts
 
 MATRIX, POINTWISE, LAYOUT, CAST, INDEX, OTHER = "matrix", "pointwise", "layout", "cast", "index", "other"
@@ -190,6 +191,8 @@ class Evidence:
     """Quick interleaved trials of what can be switched in place: share of the time saved, and its 95% interval."""
     crowded: float = 0.0
     """Share of the plain calls in which threads that could have run had no core: other programs took it."""
+    load: Load = field(default_factory=Load)
+    """What others took while it was gathered; of waiting for a core what plain calls did."""
     load_s: float = 0.0
     first_call_s: float = 0.0
     gc_s: float = 0.0

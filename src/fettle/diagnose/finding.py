@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from fettle.measure import Interval, Trial
+from fettle.measure import Interval, Load, Trial
 from fettle.result import ALONE, Advice, keeps
 from fettle.units import size_text
 
@@ -82,10 +82,27 @@ class Verified:
     """The recipe that the fix was added to; empty for the workload as given."""
     before: Interval = ALONE
     """Speed-up of `beside` itself over the workload as given."""
-    load: str = ""
-    """What others took of the machine meanwhile; empty on a quiet one. Waiting for a core is taken out of `speedup`."""
+    is_quiet: bool = True
+    """Whether `speedup` was measured on a quiet machine: where not, waiting for a core is taken out of it."""
+    load: Load = field(default_factory=Load)
+    """What others took on the mean, over all slices of the fix."""
+    elapsed_speedup: Interval | None = None
+    """The same ratio in elapsed time, from the rounds in which others had the machine too; None where there were none.
+    """
     also: float = 0.0
     """Bounds of the other findings that the recipe answers, added up."""
+
+    @property
+    def under(self) -> str:
+        """What `speedup` is of, to stand before it; empty on a quiet machine."""
+        load = "" if self.load.is_quiet else f" ({self.load})"
+        return "" if self.is_quiet else f"on a busy machine{load}, with the time spent waiting for a core taken out, "
+
+    @property
+    def elapsed(self) -> str:
+        """What the ratio was beside the neighbours, to stand behind it; empty where that was not measured."""
+        known = self.elapsed_speedup is not None and self.elapsed_speedup.is_known
+        return f"; in time elapsed beside that load {self.elapsed_speedup}" if known and not self.is_quiet else ""
 
     @property
     def saved(self) -> float | None:

@@ -28,10 +28,10 @@ from fettle.inputs.kept import content_hash
 from fettle.inputs.report import write_report as write_pipeline
 from fettle.journal import Journal
 from fettle.machine import this_machine
-from fettle.measure import Surroundings, Worker, WorkerError, messages
+from fettle.measure import Worker, WorkerError, messages
 from fettle.package.export import write_package
 from fettle.recipe_file import load_recipe
-from fettle.report import Result, interval, save, verdict
+from fettle.report import Result, elapsed, interval, save, under, verdict
 from fettle.result import Limits
 from fettle.train.workload import make
 from fettle.tuning import Event, OnProgress, Options, check_options, check_techniques, tune, writable
@@ -82,13 +82,15 @@ class Improvement:
         if tuned.speedup is None:
             return tuned.says
         if verified is None or verified.status == "skipped":
-            return f"{interval(tuned.speedup)} as fast as given, not verified."
+            return f"{tuned.under}{interval(tuned.speedup)} as fast as given, not verified."
         if verified.status == "failed":
-            return f"Tuning found {interval(tuned.speedup)}, which a race of its own did not confirm: {verified.says}"
+            found = f"{tuned.under}Tuning found {interval(tuned.speedup)}"
+            return f"{found}, which a race of its own did not confirm: {verified.says}"
         ratio = verified.speedup or tuned.speedup
         if ratio.low <= 1:
-            return f"Tuning found {interval(tuned.speedup)}; a race of its own, {interval(ratio)}, leaves that open."
-        return f"{interval(ratio)} as fast as given, verified in a race of its own."
+            found = f"{verified.under}Tuning found {interval(tuned.speedup)}"
+            return f"{found}; a race of its own, {interval(ratio)}, leaves that open."
+        return f"{verified.under}{interval(ratio)} as fast as given, verified in a race of its own."
 
     @property
     def failed(self) -> bool:
@@ -227,11 +229,9 @@ def _measure(run: _Run, results: Mapping[str, Any]) -> Step:
     lines = [f"90% of {unit}s are below {seconds_text(trial.p90_ms / 1e3)}; the first takes {first}"]
     if trial.peak_bytes:
         lines.append(f"peak memory {size_text(trial.peak_bytes)}")
-    if not trial.is_quiet:
-        lines.append(f"the machine was not quiet: {trial.load}")
     rate = f"{trial.throughput:,.0f}" if trial.throughput >= 1000 else f"{trial.throughput:.3g}"
     samples = "tokens" if trial.generation else "samples"
-    says = f"A {unit} takes {seconds_text(trial.time_ms / 1e3)}, {rate} {samples} a second."
+    says = f"{trial.load.under}A {unit} takes {seconds_text(trial.time_ms / 1e3)}, {rate} {samples} a second."
     return Step(name="measure", says=says, lines=lines, results={"fingerprint": race.fingerprint})
 
 
@@ -255,7 +255,7 @@ def _line(finding: Finding, verdict: str) -> str:
     """What to do about a finding, after what it says unless the verdict does already."""
     is_code = re.match(r"\w+[.=(]", finding.advice)  # torch.compile, fused=True
     advice = finding.advice if is_code else f"{finding.advice[:1].upper()}{finding.advice[1:]}"
-    if verdict.startswith(finding.says):
+    if finding.says in verdict:
         return advice
     return f"{finding.says} {advice}{f' (could save {finding.most})' if finding.most else ''}"
 
@@ -272,14 +272,12 @@ def _data(run: _Run, results: Mapping[str, Any]) -> Step:
         share = results.get("loading", 0.0)
         waits = f"; a call spends {share:.0%} in a DataLoader: name its factory, --data" if share >= 0.01 else ""
         return Step(name="data", status="skipped", says=f"no input pipeline was named{waits}")
-    around = Surroundings()
     pipeline = measure_and_search(run.settings.data, keep=run.folder / "data.journal",
                                   on_progress=lambda doing, done, of: run.say(doing))  # fmt: skip
     _go_on(pipeline)
-    busy = around.sentence()
-    write_pipeline(pipeline, run.folder / "data.html", busy)
+    write_pipeline(pipeline, run.folder / "data.html")
     better = pipeline.best.setting != pipeline.before.setting
-    lines = [*filter(None, [busy]), *(lint.says for lint in pipeline.lints), *pipeline.notes,
+    lines = [*(lint.says for lint in pipeline.lints), *pipeline.notes,
              *(pipeline.code.splitlines() if better else ())]  # fmt: skip
     return Step(
         name="data", status="failed" if pipeline.raises else "done", says=pipeline.verdict, lines=lines,
@@ -325,7 +323,8 @@ def _tune(run: _Run, results: Mapping[str, Any]) -> Step:
             lines.append(f"the loop that was measured with its loader gains {most:.2f}x of it at most: data is late")
     return Step(
         name="tune", says=verdict(result), lines=lines, files=[f"tune/{path.name}" for path in paths],
-        speedup=speedup, results={"recipe": str(result.recipe)} if changed else {},
+        speedup=speedup, under=under(winner, given=result.baseline) if winner is not None else "",
+        results={"recipe": str(result.recipe)} if changed else {},
         passes_on=f"to verify and package: {result.recipe}" if changed else "",
     )  # fmt: skip
 
@@ -347,8 +346,10 @@ def _verify(run: _Run, results: Mapping[str, Any]) -> Step:
     pace = f"is {interval(trial.speedup)} as fast as given" if known else (
         "could not be compared with the workload as given, as others had too much of the machine"
     )  # fmt: skip
-    says = f"{trial.recipe} {pace}, with {trial.accuracy.distance or 'answers that were not compared'}."
-    return Step(name="verify", status="done" if kept else "failed", says=says, speedup=trial.speedup,
+    beside = under(trial, given=compared.trials[0])
+    says = f"{beside}{trial.recipe} {pace}, with {trial.accuracy.distance or 'answers that were not compared'}."
+    return Step(name="verify", status="done" if kept else "failed", says=f"{says} {elapsed(trial)}".rstrip(),
+                speedup=trial.speedup, under=beside,
                 results={"verified": kept}, passes_on=f"to package: {holds}" if kept else "")  # fmt: skip
 
 

@@ -25,6 +25,8 @@ class Step:
     """What more there is to say."""
     speedup: Interval | None = None
     """What it brought over the workload as given, where that is known."""
+    under: str = ""
+    """What that was measured under, to stand before it; empty on a quiet machine."""
     passes_on: str = ""
     """What it hands to the steps after it, for people."""
     results: Mapping[str, Any] = field(default_factory=dict)

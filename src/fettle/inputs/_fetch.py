@@ -111,7 +111,7 @@ def worker_init(board: Board, keep_memory: bool, own: Callable[[int], None] | No
         own(number)
 
 
-def summary(board: Board) -> dict[str, float]:
+def summary(board: Board) -> dict[str, Any]:
     """Quantiles of the times kept, the shares of processor and kernel in them, and the pages that the kernel gave."""
     rows = board.read() or [(0.0,) * _ROW]
     walls = [row[0] for row in rows]

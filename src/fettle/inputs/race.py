@@ -11,16 +11,19 @@ from typing import TypeVar
 import msgspec
 
 from fettle.errors import UsageError
+from fettle.files import plain
 from fettle.inputs._messages import Describe, Faults, FindFaults, Open, TakeSlice, TimeStep
-from fettle.inputs.setting import WITHIN, Facts, Measured, Room, Setting, Slice, why_not
+from fettle.inputs.setting import WITHIN, Facts, Measured, Room, Setting, Slice, shared, why_not
 from fettle.journal import Journal
+from fettle.measure import Surroundings
 from fettle.procs.child import Child, ChildError
 from fettle.procs.limits import granted_memory_bytes
 
 _MODULE = "fettle.inputs._run"
 """What the processes run."""
-PAIRS, ROUNDS = 3, 6
-"""Pairs of slices in which two settings are compared, and the most where they are near the line."""
+PAIRS, ROUNDS, MOST = 3, 6, 12
+"""Pairs of slices in which two settings are compared, the most where they are near the line, and the most where others
+disturb some of them."""
 _CLEAR, _NEAR = 1.15, 0.025
 """Two pairs that are both this far beyond the line are enough; a median this near to it wants more of them."""
 OnProgress = Callable[[str, int, int], None]
@@ -44,6 +47,7 @@ class Race:
         self.reused = 0
         self._processes: dict[Setting, Child] = {}
         self._largest = 0
+        self._around = Surroundings()
 
     def open(self) -> Facts:
         """What the target makes. Raises `ChildError` where it makes none or its rows cannot be read."""
@@ -52,10 +56,12 @@ class Race:
 
     def alone(self) -> float:
         """Seconds of a step without loading; 0 where there is none. Raises `UsageError` where it cannot be made."""
+
+        def time_step() -> float:
+            return self._process(Setting()).call(TimeStep(), float, self.timeout_s)
+
         try:
-            return self._known_or(
-                "step", float, lambda: self._process(Setting()).call(TimeStep(), float, self.timeout_s)
-            )
+            return self._known_or("step", float, lambda: self._around.watched(time_step)[0])
         except ChildError as error:
             raise UsageError(f"the step alone fails: {error}") from None
 
@@ -100,10 +106,11 @@ class Race:
                 return 0.0
             if its and its.failure:
                 return math.inf
-            log_ratios = []
+            log_ratios, pairs = [], 0
             if mine and its:
-                log_ratios = [mine.whole(number) / its.whole(number) for number in mine.slices if number in its.slices]
-            if _decided(log_ratios, line) or (rough and len(log_ratios) >= 2):
+                pairs = len(mine.slices.keys() & its.slices.keys())
+                log_ratios = [mine.whole(number) / its.whole(number) for number in shared(mine, its)]
+            if _decided(log_ratios, line) or (rough and len(log_ratios) >= 2) or pairs >= MOST:
                 return statistics.median(log_ratios)
             self.next_round(one, other)
 
@@ -162,10 +169,15 @@ class Race:
 
     def _slice(self, setting: Setting) -> Slice:
         process = self._process(setting)
-        answer = process.call(TakeSlice(self.slice_s), Slice, self.timeout_s)
-        self._largest = max(self._largest, process.resident_bytes())
-        process.pause()
-        return answer
+
+        def take() -> Slice:
+            answer = process.call(TakeSlice(self.slice_s), Slice, self.timeout_s)
+            self._largest = max(self._largest, process.resident_bytes())
+            process.pause()
+            return answer
+
+        answer, load = self._around.watched(take)
+        return msgspec.structs.replace(answer, quiet=load.is_quiet, load=plain(load))
 
     def _process(self, setting: Setting) -> Child:
         """The setting's process, started where there is none; others make room where memory is short."""

@@ -129,24 +129,23 @@ def as_data(result: PipelineResult) -> dict[str, Any]:
     data: dict[str, Any] = plain({
         **{name: getattr(result, name) for name in of_result},
         "given": result.as_given.setting, "best": result.best.setting, "settings": settings,
+        "is_quiet": result.load.is_quiet, "load": result.load,
     })  # fmt: skip
     return data
 
 
-def write_report(result: PipelineResult, path: Path, busy: str = "") -> None:
-    """Write the page (.html, needs no network) or the curve alone (.png, .svg), whole or not at all. `busy`: what the
-    page says of the load that it was measured under."""
-    drawn.write(path, lambda: page(result, busy), lambda: curve(result))
+def write_report(result: PipelineResult, path: Path) -> None:
+    """Write the page (.html, needs no network) or the curve alone (.png, .svg), whole or not at all."""
+    drawn.write(path, lambda: page(result), lambda: curve(result))
 
 
-def page(result: PipelineResult, busy: str = "") -> str:
+def page(result: PipelineResult) -> str:
     result = clean(result)
     return shell.render(
         "fettle.inputs",
         "page.html.j2",
         f"Input pipeline: {result.target}",
         result=result,
-        busy=busy,
         facts=facts(result),
         settings=settings(result),
         drawn=still(result.verdict, lambda narrow: curve(result, 280 if narrow else 320)),

@@ -10,7 +10,8 @@ from typing import ClassVar
 
 from fettle.errors import UsageError
 from fettle.inputs.lint import RAISES, Lint
-from fettle.inputs.setting import WITHIN, Measured, ratio
+from fettle.inputs.setting import WITHIN, Measured, ratio, shared
+from fettle.measure import Load, busy_load
 from fettle.units import count_text, seconds_text, size_text
 
 _RAISED = re.compile(r"(item|items|one of the rows|the items) .* raised ")
@@ -56,6 +57,13 @@ class PipelineResult:
     def before(self) -> Measured:
         """What a gain is relative to: the setting as given, or no workers where that fails."""
         return self.as_given if self.as_given.able else self.plain
+
+    @property
+    def load(self) -> Load:
+        """What others had of the machine in the slices that the gain is of."""
+        rounds = shared(self.best, self.before)
+        slices = [one.slices[number] for one in (self.best, self.before) for number in rounds]
+        return busy_load(Load.from_json(item.load) for item in slices)
 
     @property
     def waiting(self) -> float:
@@ -112,7 +120,7 @@ def cannot_help(plain: Measured, step_s: float, cores: int) -> str:
 
 def verdict(result: PipelineResult, why: str = "") -> str:
     """The answer in a few sentences, the worst first: a row that raises, then the setting."""
-    return " ".join(filter(None, (result.raises, _setting_verdict(result, why))))
+    return " ".join(filter(None, (result.raises, f"{result.load.under}{_setting_verdict(result, why)}")))
 
 
 def _setting_verdict(result: PipelineResult, why: str) -> str:

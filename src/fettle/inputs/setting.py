@@ -8,6 +8,7 @@ import shutil
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -112,6 +113,10 @@ class Slice(msgspec.Struct, frozen=True):
     batch_bytes: int
     worker_bytes: int
     """The most memory of its own that a worker held (USS); 0 without workers."""
+    quiet: bool = True
+    """Whether nobody else had the machine meanwhile."""
+    load: dict[str, Any] = {}
+    """What others had of it, a `Load` as plain data."""
 
     @property
     def fetch_fresh(self) -> float:
@@ -163,12 +168,13 @@ class Measured:
 
     @property
     def rate(self) -> float:
-        return statistics.median(self.rates) if self.slices else 0.0
+        return statistics.median(map(self.whole, shared(self, self))) if self.slices else 0.0
 
     @property
     def waiting(self) -> float:
         """Share of the time spent waiting for data within an epoch."""
-        return statistics.median(item.waiting for item in self.slices.values()) if self.slices else math.nan
+        waiting = [self.slices[number].waiting for number in shared(self, self)]
+        return statistics.median(waiting) if waiting else math.nan
 
     @property
     def start_s(self) -> float:
@@ -206,12 +212,19 @@ class Measured:
         return self.epoch_batches / (self.epoch_batches / rate + extra)
 
 
+def shared(one: Measured, other: Measured) -> list[int]:
+    """The rounds that both ran: those in which nobody disturbed either, where there are two."""
+    rounds = [number for number in one.slices if number in other.slices]
+    quiet = [number for number in rounds if one.slices[number].quiet and other.slices[number].quiet]
+    return quiet if len(quiet) > 1 else rounds
+
+
 def ratio(one: Measured, other: Measured) -> float:
     """How much faster `one` is than `other`: the median over the rounds that both ran."""
-    shared = [number for number in one.slices if number in other.slices]
-    if not shared:
+    rounds = shared(one, other)
+    if not rounds:
         return one.rate / other.rate if other.rate else math.inf
-    return statistics.median(one.whole(number) / other.whole(number) for number in shared)
+    return statistics.median(one.whole(number) / other.whole(number) for number in rounds)
 
 
 _SHARED = Path("/dev/shm")

@@ -7,11 +7,13 @@ import functools
 import http.client
 import json
 import math
+import socket
 import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -19,6 +21,7 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 import numpy as np
+import psutil
 
 from fettle.errors import UsageError
 from fettle.package.handlers.parts import LAST
@@ -68,6 +71,20 @@ def trusting(file: Path | None) -> ssl.SSLContext | None:
     except OSError as error:  # ssl.SSLError is one
         raise UsageError(f"{file} holds no certificate that can be read (PEM): {error.strerror or error}") from error
     return context
+
+
+def server_processes(request: Request) -> set[int] | None:
+    """The processes that listen where a request goes to: none on another machine; None where this one does not say."""
+    try:
+        there = {str(answer[4][0]) for answer in socket.getaddrinfo(request.host, request.port)}
+        ours = {one.address for card in psutil.net_if_addrs().values() for one in card}
+        if not there & ours and not any(ip_address(address).is_loopback for address in there):
+            return set()
+        listening = {one.pid for one in psutil.net_connections("tcp")
+                     if one.status == psutil.CONN_LISTEN and one.laddr.port == request.port}  # fmt: skip
+    except (OSError, ValueError, psutil.Error):
+        return None
+    return None if None in listening or not listening else listening
 
 
 def http_request(url: str, body: bytes, headers: dict[str, str], tls: ssl.SSLContext | None = None) -> Request:

@@ -11,6 +11,7 @@ import numpy as np
 from fettle.estimates import student
 from fettle.files import plain
 from fettle.load.texts import BROKEN
+from fettle.measure import Load
 
 LOST, UNANSWERED, UNREACHED = 0, -1, -2
 KINDS = {BROKEN: "the text broke off", LOST: "connection lost", UNANSWERED: "no answer", UNREACHED: "no connection"}
@@ -94,6 +95,8 @@ class Run:
     limits: TextLimits = TextLimits()
     refusal: str = ""
     """What a server first said that would not write a text."""
+    load: Load = field(default_factory=Load)
+    """What others than the client, and than a server on the same machine, took of it meanwhile."""
 
     @property
     def answered(self) -> int:
@@ -247,7 +250,7 @@ def as_data(run: Run) -> dict[str, Any]:
         "intervals_ms": {f"p{p}": _ms(run.interval(p)) for p in (50, 90, 95, 99)},
         "p99_interval_ms": _ms(run.interval(99)), "late_ms": run.late_s * 1e3, "little": run.little,
         "mean_inflight": run.mean_inflight, "stable": run.stable, "void": run.void, "interrupted": run.interrupted,
-        "batches": run.batches(), "refusal": run.refusal,
+        "batches": run.batches(), "refusal": run.refusal, "is_quiet": run.load.is_quiet, "load": run.load,
         **({"texts": _texts(run)} if run.texts else {}),
     })  # fmt: skip
     return data

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,6 +67,16 @@ class Load:
         """Whether a cgroup's quota disturbed it and nothing else: waiting does not end that."""
         return self.throttled > QUIET_WAITS and replace(self, throttled=math.nan).is_quiet
 
+    @property
+    def under(self) -> str:
+        """What figures that were measured under it are of, to stand before them; empty on a quiet machine."""
+        return "" if self.is_quiet else f"On a busy machine ({self}): "
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Load:
+        """The inverse of `fettle.files.plain`: what is null, or is not there, was not known."""
+        return cls(**{name: value for name, value in data.items() if value is not None})
+
     def __str__(self) -> str:
         words = []
         if self.waits > QUIET_WAITS:
@@ -100,6 +110,12 @@ def mean_load(loads: Iterable[Load]) -> Load:
     cores = max((load.cores for load in every), default=2)
     slept, replugged = any(load.slept for load in every), any(load.replugged for load in every)
     return Load(**{name: round(mean(name), 4) for name in names}, slept=slept, replugged=replugged, cores=cores)
+
+
+def busy_load(loads: Iterable[Load]) -> Load:
+    """The mean of those that are not quiet; of all, where none is."""
+    every = list(loads)
+    return mean_load([load for load in every if not load.is_quiet] or every)
 
 
 def nvml_of(uuid: str) -> tuple[Any, Any]:

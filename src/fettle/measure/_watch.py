@@ -14,10 +14,11 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
@@ -32,6 +33,9 @@ _LONGEST = 1 << 18
 """More than the lines on cores in `/proc/stat` take."""
 _LOOKED_AT = 4
 """Cores whose clock and heat are read: a machine may have hundreds, and each takes its time."""
+WAIT_S = 30.0
+"""Longest that `Surroundings` wait for a quiet machine, all in all."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -260,25 +264,56 @@ def _core_files(name: str) -> list[Path]:
     return [path for core in cores[:_LOOKED_AT] for path in sorted((_CORES / f"cpu{core}").glob(name))]
 
 
-class Surroundings:
-    """What others had of the machine since this was made: for what is timed otherwise than in a race, by this process
-    and its children."""
+class Surroundings(Watch):
+    """A watch over what is timed otherwise than in a race: by this process and its children, whose CPU time it reads
+    itself, as that of the processes `also` and theirs."""
 
-    def __init__(self) -> None:
-        self._before, self._own_s = read_machine(), _family_s()
+    _before_s = 0.0
 
-    def sentence(self) -> str:
-        """What is to be said of figures that were measured meanwhile; empty on a quiet machine."""
-        load = _load_between(self._before, read_machine(), max(0.0, _family_s() - self._own_s), since=self._before)
-        return "" if load.is_quiet else f"Measured on a busy machine: {load}. Expect other figures on a quiet one."
+    def __init__(self, also: Collection[int] = ()) -> None:
+        self._also, self._patience = also, Patience(WAIT_S)
+        super().__init__()
+
+    def mark(self, own_s: float = 0.0) -> None:
+        """Something begins, or ends."""
+        family_s = _family_s(self._also)
+        own_s += max(0.0, family_s - self._before_s)
+        self._before_s = family_s
+        super().mark(own_s)
+
+    def look(self, waits: float = math.nan) -> Load:
+        """What others took since the last mark, and half a second at least. `waits` as for `load`."""
+        self.mark()
+        return self.load(waits)
+
+    def again(self, load: Load) -> bool:
+        """Whether to measure anew what was measured under this load: others disturbed it and are gone. Waits for that,
+        our processes at rest, while there is patience."""
+        if load.is_quiet:
+            self._patience.given_up = False
+        may_wait = not (load.is_quiet or load.is_quota) and self._patience.may_wait()
+        return may_wait and self._patience.wait(self, math.inf)
+
+    def watched(self, measure: Callable[[], T]) -> tuple[T, Load]:
+        """What `measure` returns, and what others took meanwhile: of a second time where they disturbed the first."""
+        self.mark()
+        found, load = measure(), self.look()
+        return (measure(), self.look()) if self.again(load) else (found, load)
 
 
-def _family_s() -> float:
-    """CPU seconds of this process and of its children, those that have ended included."""
+def _family_s(also: Collection[int]) -> float:
+    """CPU seconds of the children of this process, and of the processes `also` with theirs, those that have ended
+    included."""
     mine = os.times()
-    total = mine.user + mine.system + mine.children_user + mine.children_system
-    for child in psutil.Process().children(recursive=True):
+    total = mine.children_user + mine.children_system
+    running = set[psutil.Process]()
+    for pid in (os.getpid(), *also):
         with contextlib.suppress(psutil.Error):
-            times = child.cpu_times()
-            total += times.user + times.system + times.children_user + times.children_system
+            process = psutil.Process(pid)
+            running |= {process, *process.children(recursive=True)}
+    for process in running:
+        with contextlib.suppress(psutil.Error):
+            times = process.cpu_times()
+            if process.pid != os.getpid():  # what it had is in each `Reading`
+                total += times.user + times.system + times.children_user + times.children_system
     return total

@@ -3,7 +3,7 @@
 Everything here reads a `fettle.result.Outcome`, or the plain data of a search for a service level, and changes nothing.
 """
 
-from fettle.report._facts import load_lines
+from fettle.report._facts import elapsed, load_lines, under
 from fettle.report._format import interval
 from fettle.report._verdict import goal_kept, verdict
 from fettle.report.charts import write_charts
@@ -16,7 +16,7 @@ from fettle.report.slo_texts import texts_page, texts_table, texts_words
 from fettle.report.terminal import comparison_table, print_result
 
 __all__ = [
-    "Result", "cell", "comparison_table", "goal_kept", "interval", "load_lines", "load_result", "loads_page", "page",
-    "print_result", "progress", "save", "save_result", "slo_page", "slo_table", "texts_page", "texts_table",
-    "texts_words", "to_json", "verdict", "write_charts",
+    "Result", "cell", "comparison_table", "elapsed", "goal_kept", "interval", "load_lines", "load_result", "loads_page",
+    "page", "print_result", "progress", "save", "save_result", "slo_page", "slo_table", "texts_page", "texts_table",
+    "texts_words", "to_json", "under", "verdict", "write_charts",
 ]  # fmt: skip

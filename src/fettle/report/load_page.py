@@ -10,6 +10,7 @@ from typing import Any
 
 import altair as alt
 
+from fettle.measure import Load
 from fettle.page import Figure, Table, clean, picture, shell, theme
 from fettle.page.theme import Rows, by_name, level
 from fettle.report import _format as fmt
@@ -44,7 +45,8 @@ def headline(runs: Sequence[Data], loads: Sequence[str]) -> str:
         return "Nothing can be concluded: every run is void"
     best = max(counted, key=lambda number: runs[number]["goodput"])
     run = runs[best]
-    words = f"{run['goodput']:.3g} answers a second" + (" within the limits" if limited else "")
+    under = Load.from_json(run.get("load", {})).under
+    words = f"{under}{run['goodput']:.3g} answers a second" + (" within the limits" if limited else "")
     if "texts" in run:
         words += f", {fmt.number(run['texts']['tokens_per_s'], 3)} tokens a second"
     return f"{words}, at {loads[best]}"

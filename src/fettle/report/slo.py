@@ -10,6 +10,7 @@ from typing import Any
 
 import altair as alt
 
+from fettle.measure import Load
 from fettle.page import Cell, Figure, Row, Table, clean, picture, shell, theme
 from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN, Rows, by_name, coloured, level, rule
 from fettle.report import _format as fmt
@@ -65,9 +66,10 @@ def headline(data: Data, limits: str, words: Callable[[float], str]) -> str:
     point = best_of(data)
     if data["interrupted"]:
         return "A search that was interrupted"
+    under = Load.from_json(data["load"]).under
     if point is None:
-        return f"No setting keeps {limits}"
-    return f"{'' if data['met'] else 'Not met: '}{words(point['measured'])} within {limits}"
+        return f"{under}No setting keeps {limits}"
+    return f"{under}{'' if data['met'] else 'Not met: '}{words(point['measured'])} within {limits}"
 
 
 def tiles(data: Data, best: Data) -> list[tuple[str, str, str]]:

@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from fettle.errors import UsageError
+from fettle.files import plain
+from fettle.measure import Load, Surroundings, busy_load
 from fettle.package.manifest import Package
 from fettle.package.settings import powers
 from fettle.procs.child import Child, ChildError, Request
@@ -45,6 +47,13 @@ class Calibration(msgspec.Struct):
     """Memory of all workers by rows of a call: resident, or on the device where it is not the CPU."""
     rested: dict[int, tuple[float, ...]] = {}
     """Seconds of a call after a pause, by rows. `samples` are of calls right after another."""
+    loads: dict[int, dict[str, Any]] = {}
+    """What others had of the machine meanwhile, by rows: a `Load` each, as plain data."""
+
+    @property
+    def load(self) -> Load:
+        """What others had of the machine."""
+        return busy_load(map(Load.from_json, self.loads.values()))
 
     def memory_at(self, rows: int) -> int:
         """Bytes of all workers where calls have up to so many rows; 0 where nothing is known."""
@@ -63,16 +72,16 @@ def sizes_up_to(most: int) -> list[int]:
 def calibrate(
     package: Package, *, most: int, workers: int = 1, threads: int = 1, device: str = "cpu", limit_s: float = 0.0,
     seconds: float = 1.0, on_progress: Callable[[str], None] = lambda text: None,
-    stopped: Callable[[], bool] = lambda: False,
+    stopped: Callable[[], bool] = lambda: False, around: Surroundings | None = None,
 ) -> Calibration:  # fmt: skip
     """Samples of seconds a call, by rows, with so many workers computing at once.
 
     Between two sizes whose neighbours do not lie on a line the size in the middle is measured too: cost curves have
     steps. A package with buckets is timed at those. Sizes whose call alone takes longer than the limit are left out,
-    but for the first. Failures of the workers are part of what is returned. Raises `Stopped` between two sizes once
-    `stopped` says so.
+    but for the first. Failures of the workers are part of what is returned. A size that others disturbed is timed again
+    once they are gone, as far as `around` waits for that. Raises `Stopped` between two sizes once `stopped` says so.
     """
-    calibration = Calibration()
+    calibration, around = Calibration(), around or Surroundings()
     if stopped():
         raise Stopped
     processes = _Workers(package, workers, threads, device)
@@ -86,7 +95,7 @@ def calibrate(
                 raise Stopped
             size = todo.pop(0)
             on_progress(f"cost of {count_text(size, 'row')}, {workers} x {count_text(threads, 'thread')}, {device}")
-            answers = _time_size(processes, calibration, size, seconds)
+            answers = _time_size(processes, calibration, size, seconds, around)
             if not calibration.samples:
                 break
             if not answers or (limit_s and size > 1 and statistics.median(calibration.samples[size]) > limit_s):
@@ -112,13 +121,15 @@ def _started(processes: _Workers, made: Calibration) -> bool:
     return True
 
 
-def _time_size(processes: _Workers, made: Calibration, size: int, seconds: float) -> bool:
+def _time_size(processes: _Workers, made: Calibration, size: int, seconds: float, around: Surroundings) -> bool:
     """Time calls of this size; whether they answered."""
     try:
-        made.samples[size], rested, made.memory_bytes[size] = processes.time(size, seconds)
+        timed, load = around.watched(lambda: processes.time(size, seconds))
     except ChildError as failure:
         made.failures[size] = str(failure)
         return False
+    made.samples[size], rested, made.memory_bytes[size] = timed
+    made.loads[size] = plain(load)
     if len(rested) >= LEAST_RESTED:
         made.rested[size] = rested
     return True

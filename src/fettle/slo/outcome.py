@@ -184,7 +184,7 @@ def as_data(result: SearchResult, **more: Any) -> dict[str, Any]:
         "best": result.points.index(best) if best is not None else None,
         "points": [_plain_point(point) for point in result.points],
         "branches": [_plain_branch(measured) for measured in result.branches.values()],
-        "failures": result.failures, **more,
+        "failures": result.failures, "is_quiet": result.load.is_quiet, "load": result.load, **more,
     })  # fmt: skip
     return data
 
@@ -214,6 +214,7 @@ def _plain_branch(measured: Measured) -> dict[str, Any]:
     return {
         **asdict(measured.branch), "branch": str(measured.branch), "curve": curve, "scale": measured.scale,
         "failures": [{"rows": rows, "why": why} for rows, why in calibration.failures.items()],
+        "is_quiet": calibration.load.is_quiet, "load": calibration.load,
         "request_ms": measured.costs.request_s * 1e3, "batch_ms": measured.costs.batch_s * 1e3,
         "held_ms": measured.costs.held_s * 1e3,
         "overheads": "measured" if measured.overheads else f"measured with {lender.branch}" if lender else "assumed",

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from fettle.measure import Load, busy_load
 from fettle.package.manifest import Package
 from fettle.package.settings import ServeSettings
 from fettle.slo.calibrate import Calibration
@@ -199,8 +200,15 @@ class Outcome(Generic[P]):
     """Load tests that the outcome rests on,"""
     tests_kept: int = 0
     """and how many of them had been made by an earlier run of the same search."""
+    loads: list[Load] = field(default_factory=list)
+    """What others had of the machine during each of them, and during each calibration."""
     interrupted: bool = False
     seconds: float = 0.0
+
+    @property
+    def load(self) -> Load:
+        """What others had of the machine."""
+        return busy_load(self.loads)
 
     @property
     def best(self) -> P | None:

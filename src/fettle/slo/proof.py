@@ -11,11 +11,13 @@ import msgspec
 import numpy as np
 
 from fettle.errors import UsageError
+from fettle.files import plain
 from fettle.journal import Journal
 from fettle.load.arrivals import poisson
 from fettle.load.client import Request, tensor_request
 from fettle.load.loops import open_loop
 from fettle.load.run import Run, as_data
+from fettle.measure import Load, Surroundings
 from fettle.package.host import host_id
 from fettle.package.manifest import Package
 from fettle.package.settings import CostCurve, ServeSettings
@@ -46,12 +48,14 @@ async def bracket(
     point: Proven, result: Outcome[Any], journal: Journal, expected: float, to_beat: float, *, near: bool,
     key: Callable[[float], str], start: Callable[[], Awaitable[ServerProcess]],
     test: Callable[[ServerProcess, float], Awaitable[Tested]], on_test: Callable[[float], None],
+    around: Surroundings,
 ) -> None:  # fmt: skip
     """Find the greatest rate at which a point keeps the limits in at most four tests, 0 if in none.
 
     Up from `expected` while it holds, down while it does not, then between; none below `to_beat`. With `near` the first
     step is a small one. What the journal has under the `key` of a rate is not tested again; `on_test` hears of each
-    other rate before its test, and the server is started for the first of them.
+    other rate before its test, and the server is started for the first of them. A test that others disturbed is made
+    again once they are gone, as far as `around` waits for that.
     """
     good, bad, rate, missed = 0.0, math.inf, max(expected, to_beat), 0
     up, down = (NEAR, (1 / NEAR, *STEPS_DOWN)) if near else (STEP_UP, STEPS_DOWN)
@@ -62,11 +66,16 @@ async def bracket(
             if tested is None:
                 on_test(rate)
                 served = served or await start()
-                tested = await test(served, rate)
+                around.mark()
+                tested, load = await test(served, rate), around.look()
+                if await asyncio.to_thread(around.again, load):
+                    tested, load = await test(served, rate), around.look()
+                tested.run |= {"is_quiet": load.is_quiet, "load": plain(load)}
                 journal.put(key(rate), tested)
             else:
                 result.tests_kept += 1
             result.tests += 1
+            result.loads.append(Load.from_json(tested.run.get("load", {})))
             point.tests.append(tested)
             if tested.held:
                 good = max(good, rate)
@@ -102,6 +111,7 @@ async def prove(
     package: Package, point: Point, costs: Costs, result: SearchResult, seconds: float, journal: Journal | None = None,
     on_progress: Callable[[str], None] = lambda text: None, stop: asyncio.Event | None = None,
     expected: float | None = None, to_beat: float = 0.0, trust: Sequence[str] = (),
+    around: Surroundings | None = None,
 ) -> None:  # fmt: skip
     """Open-loop load tests around the predicted capacity, as `bracket` has them.
 
@@ -122,7 +132,7 @@ async def prove(
 
     await bracket(
         point, result, journal or Journal(), expected or point.predicted, to_beat, near=bool(expected), key=key,
-        start=lambda: ServerProcess.start(package, settings, trust), on_test=on_test,
+        start=lambda: ServerProcess.start(package, settings, trust), on_test=on_test, around=around or Surroundings(),
         test=lambda served, rate: _test(
             served, package, point, costs, rate, load_test_s(rate, seconds), limit_s, stop
         ),

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from fettle.journal import Journal
 from fettle.load.arrivals import poisson
+from fettle.measure import Surroundings
 from fettle.package.manifest import Package
 from fettle.procs.limits import granted_memory_bytes
 from fettle.slo.calibrate import Calibration, Stopped, calibrate
@@ -96,6 +97,7 @@ class _Search:
         self._simulated: Known = {}
         self._lender: Measured | None = None
         """The branch that lends what serving adds to those with which it was not measured."""
+        self._around = Surroundings()
 
     # -- costs -------------------------------------------------------------------------------------------------------
 
@@ -130,7 +132,7 @@ class _Search:
                 calibration = await asyncio.to_thread(
                     calibrate, package, most=most, workers=branch.workers, threads=branch.threads,
                     device=branch.device, limit_s=self.result.limit_s, on_progress=self.progress,
-                    stopped=self.stop.is_set,
+                    stopped=self.stop.is_set, around=self._around,
                 )  # fmt: skip
             if calibration.samples:  # memory may be free the next time
                 self.journal.put(key, calibration)
@@ -140,6 +142,7 @@ class _Search:
             at = f" at {count_text(rows, 'row')}" if rows else ", loading"
             self.result.failures.append(Failure(f"{branch}{at}", why))
         if calibration.samples:
+            self.result.loads.append(calibration.load)
             self.result.branches[branch] = Measured(branch, calibration, package.settings.buckets, lender=self._lender)
 
     def _lacks_memory(self, branch: Branch) -> str:
@@ -299,7 +302,7 @@ class _Search:
         costs, expected = self.result.branches[point.setting.branch].costs, self._expected(point)
         try:
             await prove(package, point, costs, self.result, self.seconds, self.journal, self.progress, self.stop,
-                        expected, to_beat, self.trust)  # fmt: skip
+                        expected, to_beat, self.trust, self._around)  # fmt: skip
         except ServerFailure as failure:
             self.result.failures.append(Failure(str(point.setting), str(failure)))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ import msgspec
 import numpy as np
 
 from fettle.errors import UsageError
+from fettle.files import plain
+from fettle.measure import Load, Surroundings, busy_load
 from fettle.package.manifest import Package
 from fettle.package.settings import powers
 from fettle.procs.child import Child, ChildError, Request
@@ -58,10 +60,17 @@ class TextCosts(msgspec.Struct, dict=True):
     """Medians by tokens of prompts."""
     spread: list[float] = []
     """All times over the median of their cell."""
+    loads: list[dict[str, Any]] = []
+    """What others had of the machine meanwhile: a `Load` of each cell, as plain data."""
     failures: dict[str, str] = {}
     """Why, by what was tried."""
     in_parts: bool = True
     """Whether prompts are computed in parts: an encoder reads them at once."""
+
+    @property
+    def load(self) -> Load:
+        """What others had of the machine."""
+        return busy_load(map(Load.from_json, self.loads))
 
     def writing_table(self, longest: int) -> list[list[float]]:
         """Seconds of a step by texts (from 0) and by what the longest keeps, in steps of `GRAIN`."""
@@ -127,12 +136,14 @@ def cells(rows: int, prompt: int, whole: int, *, keeps: bool, in_parts: bool = T
 def calibrate_texts(
     package: Package, *, most: int, prompt: int, whole: int, threads: int = 1, device: str = "cpu",
     on_progress: Callable[[str], None] = lambda text: None, stopped: Callable[[], bool] = lambda: False,
+    around: Surroundings | None = None,
 ) -> TextCosts:  # fmt: skip
     """Time steps of up to `most` texts of up to `whole` tokens, of which prompts have up to `prompt`.
 
-    What fails is kept with its reason, and nothing larger is tried. Raises `Stopped` between two cells.
+    What fails is kept with its reason, and nothing larger is tried. A cell that others disturbed is timed again once
+    they are gone, as far as `around` waits for that. Raises `Stopped` between two cells.
     """
-    costs = TextCosts()
+    costs, around = TextCosts(), around or Surroundings()
     with Child("fettle.slo.text_costs", variables={"OMP_NUM_THREADS": str(threads)}) as child:
         tried = "loading"
         try:
@@ -145,7 +156,9 @@ def calibrate_texts(
                     rows, new = count_text(cell.rows, "text"), count_text(cell.new, "token")
                     tried = f"{name}, {rows} with {new} after {cell.kept}"
                     on_progress(f"cost of {tried}: {number} of {len(todo)}")
-                    samples = child.call(_Time(cell, SECONDS), list[float], ANSWER_S)
+                    time_cell = partial(child.call, _Time(cell, SECONDS), list[float], ANSWER_S)
+                    samples, load = around.watched(time_cell)
+                    costs.loads.append(plain(load))
                     middle = statistics.median(samples)
                     into.append((cell, middle))
                     costs.spread += [value / middle for value in samples]

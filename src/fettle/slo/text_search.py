@@ -26,6 +26,7 @@ from fettle.journal import Journal
 from fettle.load.arrivals import poisson
 from fettle.load.run import TextLimits, as_data
 from fettle.load.texts import TextLine, text_requests
+from fettle.measure import Surroundings
 from fettle.package.handlers.generate import Settings
 from fettle.package.handlers.text import read_tokenizer
 from fettle.package.manifest import Package
@@ -178,6 +179,7 @@ class _Search:
         self.on_progress, self.stop, self.seconds = on_progress, stop, seconds
         self.longest = max(map(sum, zip(result.prompts, result.outputs, strict=True)))
         self.failed: set[TextSetting] = set()
+        self.around = Surroundings()
 
     async def calibrate(self, most: int, engine: Engine, device: str) -> None:
         """What steps cost."""
@@ -188,12 +190,13 @@ class _Search:
         if costs is None:
             costs = await asyncio.to_thread(
                 calibrate_texts, package, most=most, prompt=prompt, whole=self.longest, threads=threads,
-                device=device, on_progress=self.on_progress, stopped=self.stop.is_set,
+                device=device, on_progress=self.on_progress, stopped=self.stop.is_set, around=self.around,
             )  # fmt: skip
             if costs.writing:  # memory may be free the next time
                 self.journal.put(key, costs)
         if costs.writing and (costs.prompts or not costs.keeps):
             result.costs[engine], result.scale[engine] = costs, 1.0
+            result.loads.append(costs.load)
         of = f"{engine[0]}: " if engine[0] else ""
         result.failures += [Failure(of + what, why) for what, why in costs.failures.items()]
 
@@ -267,7 +270,7 @@ class _Search:
 
         await bracket(
             point, result, self.journal, point.predicted, to_beat, near=bool(to_beat), on_test=on_test, key=key,
-            start=lambda: ServerProcess.start(package, settings),
+            start=lambda: ServerProcess.start(package, settings), around=self.around,
             test=lambda served, rate: self._test(served, setting, rate),
         )  # fmt: skip
 
@@ -367,7 +370,7 @@ def texts_data(result: TextSearch, *, name: str, target: str, machine: str) -> d
                          "ms": s * 1e3}
                         for (variant, threads), costs in result.costs.items() for cell, s in costs.prompts],
         },
-        "why": result.why, "failures": result.failures,
+        "why": result.why, "failures": result.failures, "is_quiet": result.load.is_quiet, "load": result.load,
         "tests": result.tests, "tests_kept": result.tests_kept, "seconds": result.seconds,
     })  # fmt: skip
     return data

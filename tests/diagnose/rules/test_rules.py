@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 
-from fettle.cli.diagnose import _checked
+from fettle.cli.diagnose import _checked, _verified_json
 from fettle.diagnose import (
     RULES,
     Evidence,
@@ -27,7 +27,8 @@ from fettle.diagnose.collectors.waiting import LoaderClock, waiting
 from fettle.diagnose.compile_health import CacheHealth, CompileHealth, GraphBreak, LimitHit, Recompile
 from fettle.diagnose.evidence import Batches, Fresh, Kept, Kernel, Loading, Padding, Weights
 from fettle.diagnose.rules import trace as trace_rules
-from fettle.measure import Interval, Trial
+from fettle.files import plain
+from fettle.measure import Interval, Load, Trial
 from fettle.recipe import Recipe
 from fettle.result import Advice, Limits
 from fettle.techniques import Facts, canonical, check_names, conflict
@@ -371,6 +372,19 @@ class TestVerify:
         (answer,), _ = verify("model.py", FOUND[1:2], Facts(is_module=True), max_metric_drop=0.01)
         assert (answer.speedup, answer.problem) == (None, "the metric fell")
         assert asked == [Limits(max_error=None, max_metric_drop=0.01)]
+
+    def test_a_fix_raced_beside_a_neighbour_says_what_it_was_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        twice, thrice, load = Interval(2, 1.9, 2.1), Interval(3, 2.9, 3.1), Load(others=0.5)
+        busy = Trial(Recipe({"precision": "bf16"}), "measured", speedup=twice, elapsed_speedup=thrice, is_quiet=False,
+                     load=load)  # fmt: skip
+        found = SimpleNamespace(trials=[Trial(Recipe(), "measured"), busy], interrupted=False)
+        monkeypatch.setattr("fettle.verifying.bench", lambda *args, **options: found)
+        (answer,), _ = verify("model.py", FOUND[1:2], Facts(is_module=True))
+        assert (answer.is_quiet, answer.load, answer.elapsed_speedup) == (False, load, thrice)
+        told = plain(_verified_json(answer))
+        assert (told["is_quiet"], told["load"]["others"], told["elapsed_speedup"]["estimate"]) == (False, 0.5, 3)
+        assert _checked(answer).startswith("on a busy machine (others took 50% of the cores), with the time spent")
+        assert "; in time elapsed beside that load 3.00x [2.90, 3.10]: " in _checked(answer)
 
     def test_beside_the_workload_as_given(self, monkeypatch: pytest.MonkeyPatch) -> None:
         times = {"": 1.0, "precision=bf16": 0.75, "grad=inference_mode": 0.5, "mode=eval": 0.9}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from fettle.cli import _show
+from fettle.measure import Load
 from fettle.units import rate_text
 
 if TYPE_CHECKING:
@@ -39,9 +40,7 @@ def print_texts(data: dict[str, Any], console: Console) -> None:
 
 
 def _print(data: dict[str, Any], words: str, table: Table, more: Sequence[str], console: Console) -> None:
-    if data["busy"]:
-        console.print(f"[yellow]{data['busy']}[/]\n")
-    console.print(words, markup=False)
+    console.print(f"{Load.from_json(data['load']).under}{words}", markup=False)
     if table.rows:
         _show.print_table(console, table)
     for line in data["why"]:

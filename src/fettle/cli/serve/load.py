@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -203,10 +204,14 @@ def _asks_for_texts(url: str) -> bool:
 async def _run_all(
     requests: Any, plans: list[tuple[str, Any]], seconds: float, limit_s: float, limits: TextLimits, show: Any
 ) -> list[Run]:
+    from fettle.load.client import server_processes
     from fettle.load.loops import closed_loop, open_loop
     from fettle.loop import stopped_by_interrupt
+    from fettle.measure import Surroundings
 
     stop = stopped_by_interrupt()
+    server = server_processes(requests[0])
+    around = Surroundings(server or ())
     runs = []
     for number, (mode, plan) in enumerate(plans, 1):
         end = seconds if mode == "closed" else float(plan[-1])
@@ -216,10 +221,13 @@ async def _run_all(
 
         how: dict[str, Any] = {"limit_s": limit_s, "limits": limits, "on_progress": on_progress, "stop": stop}
         how["patience_s"] = 60.0 if _asks_for_texts(requests[0].path) else 10.0
-        if mode == "closed":
-            runs.append(await closed_loop(requests, plan, seconds, **how))
-        else:
-            runs.append(await open_loop(requests, plan, **how))
+        around.mark()
+        run = await (closed_loop(requests, plan, seconds, **how) if mode == "closed" else
+                     open_loop(requests, plan, **how))  # fmt: skip
+        run.load = around.look()
+        if server is None:  # what it had itself would be others'
+            run.load = replace(run.load, others=math.nan)
+        runs.append(run)
         if stop.is_set():
             break
     return runs
@@ -231,6 +239,7 @@ def _cells(run: Run) -> dict[str, str]:
     p99 = _ms(run.percentile(99)) + (f" [{_ms(ends[0])}, {_ms(ends[1])}]" if ends else "")
     load = count_text(run.concurrency, "client")
     notes = [
+        "" if run.load.is_quiet else f"on a busy machine ({run.load})",
         run.void,
         "" if run.stable else "the backlog only grew: more than the server can do",
         ", ".join(f"{kind}: {count}" for kind, count in run.errors.items()),
@@ -274,6 +283,11 @@ def _table(runs: list[Run]) -> Table:
 
 
 def _print(runs: list[Run], changes: list[Change], console: Console) -> None:
+    from fettle.measure import busy_load
+
+    load = busy_load(run.load for run in runs)
+    if not load.is_quiet:
+        console.print(f"{load.under}expect other figures on a quiet one.", style="yellow", markup=False)
     _show.print_table(console, _table(runs))
     for cells in map(_cells, runs):
         if cells["note"]:

@@ -121,7 +121,6 @@ def command(
         from fettle.load.texts import text_lines
         from fettle.slo.outcome import as_data, torchserve_rows
     from fettle.loop import run
-    from fettle.measure import Surroundings
     from fettle.package import host
     from fettle.package.manifest import check_place
     from fettle.report import slo_page
@@ -165,11 +164,9 @@ def command(
         check_place(place := folder / "package")
         if place.exists() and not (folder / "measured.jsonl").exists():
             raise UsageError(f"{place} exists already, and no search of fettle's made it: give another --output")
-    around = Surroundings()
     with _show.status_line("starting", quiet=as_json) as progress, _quiet.users_code_quiet():
         result = run(work.search(folder, max_error, options, progress))
-    busy = around.sentence()
-    data = as_data(result, name=work.name, target=" ".join(target), machine=_machine(), written="", busy=busy)
+    data = as_data(result, name=work.name, target=" ".join(target), machine=_machine(), written="")
     best = (lambda: work.write(result, folder)) if write else None
     rows = torchserve_rows(result, work.name)
     _finish(result, data, folder, slo_page, as_json, print_settings, best, csv_file, rows)
@@ -181,7 +178,6 @@ def _of_texts(
 ) -> None:  # fmt: skip
     """The same for packages that write texts."""
     from fettle.loop import run, stopped_by_interrupt
-    from fettle.measure import Surroundings
     from fettle.package.manifest import write_settings
     from fettle.report import texts_page
     from fettle.slo.text_search import search_texts, settings_with, texts_data, texts_rows
@@ -196,7 +192,6 @@ def _of_texts(
     if write:
         check_settings(variants)
     kept = folder or Path(f"slo-{name}")
-    around = Surroundings()
 
     async def search(progress: Callable[[str], None]) -> TextSearch:
         return await search_texts(
@@ -214,7 +209,6 @@ def _of_texts(
         return write_settings(package, settings_with(package.settings, setting, result.costs[setting.engine])).folder
 
     data = texts_data(result, name=name, target=" ".join(texts), machine=_machine())
-    data["busy"] = around.sentence()
     rows = texts_rows(result, name)
     _finish(result, data, kept, texts_page, as_json, print_texts, best if write else None, csv_file, rows)
 

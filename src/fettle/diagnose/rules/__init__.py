@@ -11,11 +11,11 @@ from dataclasses import replace
 from fettle.diagnose.evidence import Evidence
 from fettle.diagnose.finding import Finding
 from fettle.diagnose.rules import compile, data, host, machine, memory, operators  # each registers its rules
-from fettle.diagnose.rules._rule import CROWDED, RULES, Rule
+from fettle.diagnose.rules._rule import RULES, Rule
 from fettle.recipe import Recipe
 from fettle.techniques import conflict
 
-__all__ = ["CROWDED", "RULES", "Rule", "compile", "data", "findings", "host", "machine", "memory", "operators"]
+__all__ = ["RULES", "Rule", "compile", "data", "findings", "host", "machine", "memory", "operators"]
 
 
 def findings(evidence: Evidence) -> list[Finding]:
