@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fettle.errors import extra, first_line, is_users, place
+from fettle.errors import extra, first_line, is_users, place, type_text
 from fettle.workload import Workload
 
 
@@ -22,6 +22,10 @@ def test_the_place_is_the_callers_innermost_line(tmp_path: Path) -> None:
     assert place(ValueError("never raised")) == ""
     assert is_users("/home/me/torch/model.py")
     assert not any(is_users(file) for file in (torch.__file__, Workload.run.__code__.co_filename, "<string>"))
+
+
+def test_a_type_has_its_article() -> None:
+    assert list(map(type_text, (3, [], None))) == ["an int", "a list", "None"]
 
 
 class Exponents(torch.nn.Module):

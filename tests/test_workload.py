@@ -82,7 +82,7 @@ class TestWorkload:
     def test_model_must_be_callable(self) -> None:
         with Refused("model is a class", "Linear(...)"):
             Workload(torch.nn.Linear, [torch.ones(1)])
-        with Refused("model is a int", "cannot be called"):
+        with Refused("model is an int", "cannot be called"):
             Workload(3, [batch()])  # type: ignore[arg-type]
 
     @pytest.mark.parametrize("inputs", [None, {1, 2}, iter([1]), (batch for batch in [1])])
@@ -345,14 +345,14 @@ class TestLoad:
             ("def workload(): raise ValueError", ["factory", "raised ValueError"]),
             ("def workload(): raise SystemExit(3)", ["factory", "raised SystemExit: 3"]),
             ("def workload(size): return abs, [1]", ["factory", "raised TypeError", "size"]),
-            ("def workload(): pass", ["returned a NoneType", "fettle.Workload(model, [batch])", "(model, [batch])"]),
+            ("def workload(): pass", ["returned None:", "fettle.Workload(model, [batch])", "(model, [batch])"]),
             ("def workload(): return abs", ["returned a builtin_function_or_method"]),
             ("def workload(): return abs, [1], 2", ["returned a tuple"]),
             ("def workload(): return {'model': abs}", ["returned a dict", "keys among", "check_inputs"]),
             ("def workload(): return dict(model=abs, inputs=[1], batch=3)", ["returned a dict", "keys among"]),
             ("def workload(): return abs, []", ["inputs are empty"]),
-            ("def workload(): return 3, [1]", ["model is a int"]),
-            ("def workload(): return dict(model=abs, inputs=[1], metric=2)", ["metric is a int"]),
+            ("def workload(): return 3, [1]", ["model is an int"]),
+            ("def workload(): return dict(model=abs, inputs=[1], metric=2)", ["metric is an int"]),
         ],
     )
     def test_refusals(self, tmp_path: Path, text: str, parts: list[str]) -> None:

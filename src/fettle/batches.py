@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from fettle.errors import UsageError
+from fettle.errors import UsageError, type_text
 
 FROM_LOADER = 8
 """Batches that are taken of a DataLoader: half of them may calibrate, the others judge."""
@@ -36,10 +36,9 @@ def read_batches(inputs: Any, model: Any = None, call: Callable[..., Any] | None
     """
     takes = _Signature.of(model, call)
     if inputs is None or isinstance(inputs, (Iterator, Set)):
-        kind = "None" if inputs is None else f"a {type(inputs).__name__}"
         raise UsageError(
-            f"the inputs are {kind}: inputs must be a list of batches, for example inputs=[batch], one batch, or a "
-            "DataLoader"
+            f"the inputs are {type_text(inputs)}: inputs must be a list of batches, for example inputs=[batch], one "
+            "batch, or a DataLoader"
         )
     items: Sequence[Any]
     data = sys.modules.get("torch.utils.data")  # where nobody has imported it, nobody has a loader

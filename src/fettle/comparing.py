@@ -18,6 +18,7 @@ from fettle.recipe import Recipe
 from fettle.recipe_file import RecipeFile, read_recipe
 from fettle.result import TIMES, Goal, Limits, goal_figure, needs_less
 from fettle.techniques import batch_factor, canonical, conflict
+from fettle.train import target_of, workload_of
 from fettle.tuning import (
     WAITING,
     Effort,
@@ -28,9 +29,7 @@ from fettle.tuning import (
     check_options,
     check_ranks,
     misses_of,
-    target_of,
     widened,
-    workload_of,
 )
 from fettle.workload import AUTO
 

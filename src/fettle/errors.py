@@ -76,6 +76,12 @@ def _with(name: str) -> str:
     return f"{'-e ' if origin['dir_info'].get('editable') else ''}'{folder}[{name}]'"
 
 
+def type_text(value: object) -> str:
+    """A value of the wrong type, for a message: ``an int``, ``a DataLoader``, ``None``."""
+    name = type(value).__name__
+    return "None" if value is None else f"an {name}" if name[0] in "aeioAEIO" else f"a {name}"
+
+
 def place(error: BaseException) -> str:
     """Where the caller's code went wrong, `` at model.py:12``: the innermost line that is not installed, if any."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_program(frame.filename)]

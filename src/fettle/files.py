@@ -106,6 +106,12 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
         partial.write_bytes(content)
 
 
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def read_bytes(path: str | os.PathLike[str], most: int = MOST_BYTES, what: str = "") -> bytes:
     """A file from outside, whole. Raises `UsageError` where it cannot be read, or has more than `most` bytes.
 

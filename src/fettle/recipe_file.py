@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 import tomli_w
 
-from fettle.errors import UsageError, refusing
+from fettle.errors import UsageError, refusing, type_text
 from fettle.files import read_toml, write_text
 from fettle.recipe import FORMAT, Recipe
 from fettle.techniques import check_names, handed_on, learned_types, respelled
@@ -130,7 +130,7 @@ def read_recipe(recipe: Recipe | RecipeFile | str | Path) -> RecipeFile:
         return recipe
     if not isinstance(recipe, (Recipe, str, Path)):
         raise UsageError(
-            f"a {type(recipe).__name__} is not a recipe: give a fettle.Recipe, its text, such as 'precision=bf16', or "
+            f"{type_text(recipe)} is not a recipe: give a fettle.Recipe, its text, such as 'precision=bf16', or "
             "the path of a recipe.toml, and the inputs after it"
         )
     if isinstance(recipe, str) and not (recipe.endswith(".toml") or os.path.isfile(recipe)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
+import sqlite3
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -97,10 +98,19 @@ def storage_url(storage: str | None, folder: Path) -> str:
 
 
 def check_there(url: str) -> None:
-    """Raise `UsageError` for a SQLite file that is not there: who only reads it would make an empty one."""
-    scheme, file, path = url.partition("sqlite:///")
-    if file and not scheme and not Path(path.partition("?")[0]).is_file():
+    """Raise `UsageError` for a SQLite file that is not there or has no studies: who only reads would make tables."""
+    scheme, file, rest = url.partition("sqlite:///")
+    if scheme or not file:
+        return
+    path = Path(rest.partition("?")[0])
+    if not path.is_file():
         raise UsageError(f"no such storage: {path}")
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as base:
+            base.execute("SELECT study_id FROM studies LIMIT 1")
+    except sqlite3.Error as error:  # whoever opens it says what else is wrong
+        if "no such table" in str(error):
+            raise UsageError(f"{path} is not a storage of studies: it has no table of them") from error
 
 
 def hidden(url: str) -> str:

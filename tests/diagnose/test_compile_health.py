@@ -137,5 +137,5 @@ def test_a_model_that_fails_is_told_in_one_line(tmp_path: Path) -> None:
 def test_a_factory_that_fails_is_a_usage_error(tmp_path: Path) -> None:
     target = tmp_path / "work.py"
     target.write_text("def workload():\n    return 3\n")
-    with pytest.raises(UsageError, match="returned a int"):
+    with pytest.raises(UsageError, match="returned an int"):
         compile_health(f"{target}:workload", backend="eager")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fettle
 from fettle.cli import main
 from fettle.diagnose import Diagnosis, Finding, diagnose, diagnosis_json
 from fettle.diagnose.collect import _settings, collect
@@ -278,6 +279,16 @@ def test_a_scripted_module_and_a_sparse_batch(tmp_path: Path) -> None:
         """,
     )
     assert diagnose(target, seconds=0.2, compile_check=False, record=False).wall_s > 0
+
+
+def test_a_live_model_is_handed_over_as_to_tune() -> None:
+    model, batch = torch.nn.Linear(8, 8).eval(), torch.ones(4, 8)
+    found = fettle.diagnose(model, batch, seconds=0.2, compile_check=False, record=False)
+    assert (found.name, found.wall_s > 0) == ("Linear", True)
+    with pytest.raises(UsageError, match="give sample inputs with a live model"):
+        fettle.diagnose(model)
+    with pytest.raises(UsageError, match="`on_progress` is a function of one text, not 3"):
+        fettle.diagnose(model, batch, on_progress=3)
 
 
 def test_of_a_training_loop_a_step_is_diagnosed(tmp_path: Path) -> None:

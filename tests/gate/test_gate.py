@@ -22,6 +22,7 @@ from fettle.gate import Settings, bisecting, bisection_markdown, gating, history
 from fettle.gate.gating import Gate
 from fettle.gate.judging import more_memory, percent, slowdown
 from fettle.gate.revisions import at, repository_of
+from fettle.gate.words import table
 from fettle.machine import this_machine
 from fettle.measure import Interval, Slice, Trial, contrast_interval, ratio_interval
 from fettle.recipe import Recipe
@@ -106,6 +107,9 @@ def test_memory_is_judged_by_processes() -> None:
     assert change.low < 1.1 < change.high
     assert change.high - change.low < 0.05
     assert more_memory(old, Trial(Recipe(), "measured", peaks_bytes=(1,)), 0.05) is None
+    most = [replace(one, peak_bytes=1110) for one in (old, new)]  # says nothing of the change
+    shown = table(Gate("m", "old", "new", this_machine(), most, [judge("memory", change, 0.03, 4)], [], 60.0))
+    assert shown.rows[0][1:3] == ("1001 B", "1.08 KiB")
 
 
 # -- revisions --------------------------------------------------------------------------------------------------------

@@ -346,7 +346,7 @@ def test_a_deadline_leaves_out_what_was_not_begun(target: Target, tmp_path: Path
     ("text", "words"),
     [
         ("def workload():\n    raise RuntimeError('no weights')", "raised RuntimeError: no weights"),
-        ("def workload():\n    return 3", "returned a int"),
+        ("def workload():\n    return 3", "returned an int"),
         ("import torch\ndef workload():\n    return torch.nn.Linear(2, 2), []", "empty"),
         ("import nothing_here as workload", "importing"),
         ("workload = 1", "no factory named 'workload'"),

@@ -193,7 +193,7 @@ def test_a_recipe_is_applied_to_the_exported_model(tmp_path):
 
 def test_a_runtime_of_float32_is_refused_to_a_model_in_16_bits_as_apply_does(tmp_path):
     for dtype, text, why in (
-        (torch.bfloat16, "runtime=openvino", "runtime=openvino: the weights are bfloat16"),
+        (torch.bfloat16, "runtime=openvino", "runtime=openvino cannot be packaged: the weights are bfloat16"),
         (torch.float32, "runtime=openvino precision=bf16", "precision=bf16 is torch's"),
     ):
         work = Workload(torch.nn.Linear(4, 3, dtype=dtype), [torch.rand(2, 4, dtype=dtype)])

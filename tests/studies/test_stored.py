@@ -104,9 +104,12 @@ def test_what_is_not_there_is_said_in_one_line_and_nothing_is_made(storage: str,
     said = run_fettle("study", f"--storage={storage}", "--study=other", "-o", "drawn")
     assert (said.code, "there are: 'alone', 'night'" in said.err.replace("\n", " ")) == (2, True), said.err
     assert "there is no study 'other'" in said.err.replace("\n", " ")
-    said = run_fettle("study", "--storage=none.db", "--study=night", "-o", "drawn")
-    assert (said.code, "no such storage" in said.err) == (2, True), said.err
+    (tmp_path / "empty.db").touch()
+    for file, words in (("none.db", "no such storage"), ("empty.db", "is not a storage of studies")):
+        said = run_fettle("study", f"--storage={file}", "--study=night", "-o", "drawn")
+        assert (said.code, words in said.err.replace("\n", " ")) == (2, True), said.err
     assert not (tmp_path / "none.db").exists()
+    assert not (tmp_path / "empty.db").read_bytes()
 
 
 def test_of_two_that_make_a_storage_at_once_the_other_opens_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -628,7 +628,7 @@ def test_what_cannot_be_exported_is_named():
     given = {"x": torch.ones(2), "mode": Enum("Mode", "fast exact").fast}
     for tree in (given, UserDict(given)):
         assert flatten(tree)[0] == list(given.values())
-    with pytest.raises(RuntimeError, match="a SimpleNamespace among inputs or outputs cannot be exported"):
+    with pytest.raises(RuntimeError, match="values of type SimpleNamespace among inputs or outputs cannot be exported"):
         flatten(SimpleNamespace(**given))
 
 

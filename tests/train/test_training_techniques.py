@@ -530,7 +530,7 @@ def test_a_loader_with_other_workers_keeps_what_it_was_told():
         def __iter__(self):
             return (batch.double() for batch in super().__iter__())
 
-    with pytest.raises(RuntimeError, match="a Moves does more with its batches"):
+    with pytest.raises(RuntimeError, match="loading: Moves does more with its batches"):
         with_workers(Moves(torch.arange(6)), 1)
 
 

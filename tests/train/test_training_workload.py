@@ -35,7 +35,7 @@ def made(**changes):
         ({"model": nn.ReLU()}, "no parameter that requires a gradient"),
         ({"optimizer": SGD(nn.Linear(1, 1).parameters())}, "is an optimizer already"),
         ({"optimizer": "adam"}, "optimizer is a str"),
-        ({"loss": 3}, "loss is a int"),
+        ({"loss": 3}, "loss is an int"),
         ({"data": []}, "data is empty"),
         ({"data": iter([1])}, "is an iterator"),
         ({"data": "text"}, "list of batches"),
@@ -43,7 +43,7 @@ def made(**changes):
         ({"steps": True}, "at least 4"),
         ({"max_grad_norm": 0}, "above 0"),
         ({"samples": 0}, "rows in one batch"),
-        ({"metric": 1}, "metric is a int"),
+        ({"metric": 1}, "metric is an int"),
     ],
 )
 def test_bad_fields_get_one_line(changes, says):

@@ -9,7 +9,6 @@ Source of the format: github.com/pytorch/serve, model-archiver/README.md.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import math
 import re
@@ -24,7 +23,8 @@ import msgspec
 import numpy as np
 import torch
 
-from fettle.errors import UsageError, first_line, refusing
+from fettle.errors import UsageError, first_line, refusing, type_text
+from fettle.files import sha256_of
 from fettle.package.archive import bounded, unzip
 from fettle.package.export import check_free, check_installed, write_package
 from fettle.package.handlers import READY
@@ -74,8 +74,7 @@ def read_mar(path: Path) -> Mar:
     if not path.is_file():
         raise UsageError(f"{'not a file' if path.exists() else 'no such file'}: {path}")
     try:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = sha256_of(path)
         with zipfile.ZipFile(path) as archive, archive.open(bounded(archive.getinfo(MANIFEST))) as entry:
             text = entry.read(MAX_MANIFEST + 1)
         if len(text) > MAX_MANIFEST:
@@ -213,7 +212,7 @@ def _run(code: Path, folder: Path) -> Any:
 def _load_weights(model: Any, path: Path) -> None:
     """Put a state dict into a model. Only tensors are read: a pickle with anything else is refused."""
     if not isinstance(model, torch.nn.Module):
-        raise UsageError(f"the target's model is a {type(model).__name__}: only an nn.Module takes weights")
+        raise UsageError(f"the target's model is {type_text(model)}: only an nn.Module takes weights")
     if path.suffix == ".safetensors":
         from safetensors import SafetensorError
         from safetensors.torch import load_file

@@ -7,6 +7,9 @@ could bring, and `fettle.verifying` compares that bound with what the fix then b
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 from fettle.diagnose.collectors.compile_watch import watch_compile
 from fettle.diagnose.collectors.sync_modes import SyncReport
 from fettle.diagnose.collectors.syncs import confirm, find_cuda_syncs, find_syncs, watch_syncs
@@ -24,3 +27,12 @@ __all__ = [
     "SyncReport", "Verified", "advice", "compile_health", "confirm", "diagnose", "diagnosis_json",
     "find_cuda_syncs", "find_syncs", "findings_of", "roofline", "watch_compile", "watch_syncs", "with_gains",
 ]  # fmt: skip
+
+
+class _Room(ModuleType):
+    """`fettle.diagnose(model, inputs)` is `fettle.diagnose.diagnose`, as `fettle.tune` is called by its name."""
+
+    __call__ = staticmethod(diagnose)
+
+
+sys.modules[__name__].__class__ = _Room

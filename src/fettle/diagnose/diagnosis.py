@@ -22,8 +22,9 @@ from fettle.files import plain
 from fettle.machine import this_machine
 from fettle.measure import WorkerError
 from fettle.techniques import parts_lines
+from fettle.train import target_of, workload_of
 from fettle.units import count_text
-from fettle.workload import AUTO, Target, check_mode, find_target
+from fettle.workload import AUTO, Target, check_mode
 
 OnProgress = Callable[[str], None]
 
@@ -106,8 +107,11 @@ class Diagnosis:
 
 
 def diagnose(
-    target: str | Path | Target,
+    model: Any,
+    inputs: Any = None,
     *,
+    call: Callable[..., Any] | None = None,
+    metric: Callable[[Callable[..., Any]], float] | None = None,
     seconds: float = 6.0,
     compile_check: bool = True,
     record: bool = True,
@@ -115,25 +119,27 @@ def diagnose(
     mode: str = AUTO,
     on_progress: OnProgress = lambda text: None,
 ) -> Diagnosis:
-    """Diagnose a workload (``file.py:factory``), a profiler trace, an allocator snapshot, or a folder of them.
+    """Diagnose a workload, a profiler trace, an allocator snapshot, or a folder of them.
+
+    `model`, `inputs`, `call`, `metric` and `mode` are what `fettle.tune` takes: a live model with inputs, a `Workload`,
+    a `TrainingWorkload`, of which a step is diagnosed, or ``"file.py:factory"``. Or `model` is the path of recordings.
 
     `seconds` is what the timed collectors may take, the workload's own calls apart. With `record` a trace and an
     allocator's history of a few calls are part of the evidence; `beside`, the path of a report, keeps them next to it
-    as ``report.trace.json.gz`` and ``report.memory.pickle``. Where the factory returns a `TrainingWorkload`, what is
-    diagnosed is its step; `mode` stands above that. Raises `UsageError` for a target that is none of these.
+    as ``report.trace.json.gz`` and ``report.memory.pickle``. Raises `UsageError` for what is none of these.
     """
     check_mode(mode)
-    if not isinstance(target, (str, Path, Target)):
-        kind = type(target).__name__
-        raise UsageError(f"a {kind} cannot be diagnosed: give a target, 'file.py:factory', a trace or a snapshot")
-    if not isinstance(target, Target):
-        path = Path(target)
-        if str(target) and (path.is_dir() or traces_and_snapshots(path)):
+    if not callable(on_progress):
+        raise UsageError(f"`on_progress` is a function of one text, not {on_progress!r:.80}")
+    if isinstance(model, (str, Path)) and str(model):
+        path = Path(model)
+        if path.is_dir() or traces_and_snapshots(path):
             read = of_files(traces_and_snapshots(path), on_progress)
             faults, opportunities = _apart(read.findings)
             return Diagnosis(str(path), faults, read.budget, opportunities=opportunities, notes=read.notes)
-        target = replace(find_target(str(target)), mode=mode)
-    return _of_workload(target, seconds, compile_check, record, beside, on_progress)
+    with tempfile.TemporaryDirectory(prefix="fettle-", ignore_cleanup_errors=True) as folder:
+        target = target_of(workload_of(model, inputs, call, metric, mode), Path(folder))
+        return _of_workload(target, seconds, compile_check, record, beside, on_progress)
 
 
 def diagnosis_json(diagnosis: Diagnosis) -> dict[str, Any]:

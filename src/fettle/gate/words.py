@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from statistics import geometric_mean
 
 from fettle.gate.bisecting import Bisection
 from fettle.gate.gating import Gate
@@ -75,7 +76,8 @@ def bisection_markdown(bisection: Bisection) -> str:
 
 def _value(trial: Trial, one: Judged) -> str:
     if one.what == "memory":
-        return size_text(trial.peak_bytes) if trial.peak_bytes else "–"
+        peaks = trial.peaks_bytes  # of the processes, whose mean is compared
+        return size_text(geometric_mean(peaks)) if min(peaks, default=0) > 0 else "–"
     return f"{trial.time_ms:.4g} ms" if math.isfinite(trial.time_ms) else "–"
 
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 
 from fettle.batches import read_batches
-from fettle.errors import UsageError
+from fettle.errors import UsageError, type_text
 from fettle.generate.decoding import decoder_of, is_two_parts, write
 from fettle.workload import Batch, Workload, register_kind
 
@@ -48,13 +48,13 @@ class GenerationWorkload(Workload):
         model, speaks = self.model, hasattr(self.model, "prefill") and hasattr(self.model, "decode")
         if not speaks and not isinstance(model, torch.nn.Module):
             raise UsageError(
-                f"the model of a generation workload is a {type(model).__name__}: give an nn.Module that takes "
+                f"the model of a generation workload is {type_text(model)}: give an nn.Module that takes "
                 "past_key_values, or an object with prefill and decode"
             )
         if self.call is not None:
             raise UsageError("a generation workload has no call: fettle writes the text itself, token by token")
         if self.metric is not None and not callable(self.metric):
-            raise UsageError(f"the workload's metric is a {type(self.metric).__name__}, which cannot be called")
+            raise UsageError(f"the workload's metric is {type_text(self.metric)}, which cannot be called")
         if isinstance(self.new_tokens, bool) or not isinstance(self.new_tokens, Integral) or self.new_tokens < 2:
             raise UsageError(f"the workload's new_tokens are {self.new_tokens!r}: give 2 or more")
         if not 0 <= self.temperature <= 100:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.collate import default_convert
 
-from fettle.errors import UsageError, first_line, refusing
+from fettle.errors import UsageError, first_line, refusing, type_text
 from fettle.inputs.setting import AS_GIVEN, BATCH_INDEX, ONE_BY_ONE, Setting
 from fettle.workload import find_target, leaves, size_bytes
 
@@ -32,7 +32,7 @@ def pipeline(target: str) -> tuple[DataLoader[Any], Step | None]:
     if isinstance(loader, torch.utils.data.Dataset):
         loader = DataLoader(loader, batch_size=32)
     if not isinstance(loader, DataLoader):
-        raise UsageError(f"{target} returned a {type(loader).__name__}, not a DataLoader, a dataset, or (loader, step)")
+        raise UsageError(f"{target} returned {type_text(loader)}, not a DataLoader, a dataset, or (loader, step)")
     return loader, step
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fettle.errors import first_line
+from fettle.errors import first_line, type_text
 from fettle.measure._trial import Accuracy
 from fettle.workload import is_numbers, leaves, map_tensors, rows_of, tensors
 
@@ -109,7 +109,7 @@ def user_metric(metric: Callable[[Any], float] | None, run: Callable[..., Any]) 
     try:
         number = float(value)
     except (TypeError, ValueError):
-        return math.nan, f"the metric returned a {type(value).__name__}, not a number"
+        return math.nan, f"the metric returned {type_text(value)}, not a number"
     return (number, "") if math.isfinite(number) else (math.nan, f"the metric is {number}")
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from fettle.errors import first_line
-from fettle.files import cache_folder
+from fettle.files import cache_folder, sha256_of
 from fettle.kept_files import is_sound, keep
 from fettle.kernels import block_products
 from fettle.machine import installed
@@ -116,8 +116,7 @@ def _key(folder: Path, recipe: Recipe, device: str, samples: Sequence[torch.Tens
     digest = hashlib.sha256()
     makers = (__file__, block_products.__code__.co_filename, aoti_files.__code__.co_filename)
     for path in (folder / GRAPH, folder / WEIGHTS, *map(Path, makers)):
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+        digest.update(bytes.fromhex(sha256_of(path)))
     parts = [recipe.without("grad").levels, device, host_id(), cores(), torch.__version__, torch.get_num_threads()]
     parts += [tensor.stride() for tensor in samples if not tensor.is_contiguous()]
     parts += [blocks.only] if blocks is not None and blocks.only else []

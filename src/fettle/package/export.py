@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
-from fettle.errors import UsageError, extra, first_line, refusing
+from fettle.errors import UsageError, extra, first_line, refusing, type_text
 from fettle.files import check_writable, whole
 from fettle.machine import this_machine
 from fettle.measure._accuracy import compare
@@ -163,7 +163,7 @@ def _model_of(workload: Workload) -> torch.nn.Module:
     if workload.parts:
         raise UsageError("the workload is a pipeline, and a package holds one model: package the part that is served")
     if not isinstance(workload.model, torch.nn.Module):
-        raise UsageError(f"the model is a {type(workload.model).__name__}: only an nn.Module can be packaged")
+        raise UsageError(f"the model is {type_text(workload.model)}: only an nn.Module can be packaged")
     return workload.model
 
 
@@ -186,13 +186,10 @@ def _check_levels(recipe: Recipe, evidence: Mapping[str, Any], facts: Facts) -> 
     """Raise `UsageError` for levels that cannot be stored."""
     for technique, level in changed(recipe):
         what = f"{technique.name}={level}"
-        if why := technique.unpackaged(level, recipe):
+        if why := technique.unpackaged(level, recipe, facts):
             raise UsageError(f"{what} cannot be packaged: {why}")
         if level == PART and not handed_on(recipe, evidence):
             raise UsageError(f"{what} names no layers: package the recipe.toml of the study that chose them")
-        asked = technique.name == "runtime" or level in technique.calibrated
-        if asked and (why := technique.conflict(level, recipe, facts)):
-            raise UsageError(f"the recipe cannot work here: {what}: {why}")
 
 
 def _exported(

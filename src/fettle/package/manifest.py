@@ -14,7 +14,6 @@ Opening a package parses and checks it; nothing in it is run or unpickled. Apply
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shutil
@@ -28,7 +27,7 @@ from typing import Any
 import msgspec
 
 from fettle.errors import UsageError, first_line, refusing
-from fettle.files import read_bytes, read_toml, whole, write_bytes
+from fettle.files import read_bytes, read_toml, sha256_of, whole, write_bytes
 from fettle.package.archive import bounded, unzip
 from fettle.package.handlers import Settings as HandlerSettings
 from fettle.package.requires import specifiers
@@ -104,7 +103,7 @@ def check_trust(package: Package, trust: Collection[str]) -> None:
 def seal(folder: Path, manifest: Manifest) -> None:
     """Write ``manifest.json`` over the files that are in the folder now, but for hidden ones."""
     files = {
-        file.name: _digest(file)
+        file.name: sha256_of(file)
         for file in sorted(folder.iterdir())
         if file.is_file() and file.name != MANIFEST and not file.name.startswith(".")
     }
@@ -136,7 +135,7 @@ def open_package(path: Path) -> Package:
             raise UsageError(f"{path} names a file outside itself: {name[:80]!r}")
         if file.is_symlink() or not file.is_file():
             raise UsageError(f"{path} lacks {name}")
-        if _digest(file) not in digest.split():
+        if sha256_of(file) not in digest.split():
             raise UsageError(f"{path / name} is damaged or was changed: its SHA-256 is not the manifest's")
     if SAMPLES not in manifest.files:
         raise UsageError(f"{path} is not a whole package: its manifest names no {SAMPLES}")
@@ -174,7 +173,7 @@ def write_settings(package: Package, settings: ServeSettings) -> Package:
     files = package.manifest.files  # and no others: a handler that ran has left its bytecode there
     with whole(package.folder / SETTINGS) as partial:
         partial.write_text(as_toml(settings), encoding="utf-8")
-        digest = _digest(partial)
+        digest = sha256_of(partial)
         if SETTINGS in files:
             _write(package.folder, package.manifest, {**files, SETTINGS: f"{files[SETTINGS]} {digest}"})
     _write(package.folder, package.manifest, {**files, SETTINGS: digest})
@@ -230,8 +229,3 @@ def check_name(name: str, version: str) -> None:
             raise UsageError(
                 f"{text[:80]!r} is not a {what} of a model: use letters, digits, dots, dashes and underscores"
             )
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

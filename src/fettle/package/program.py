@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fettle.errors import UsageError, first_line, refusing
+from fettle.errors import UsageError, first_line, refusing, type_text
 from fettle.files import read_text
 from fettle.package.experts import OF_TRANSFORMERS, OWN
 
@@ -170,7 +170,7 @@ def save_program(program: torch.export.ExportedProgram, folder: Path) -> None:
     }
     for name, value in program.constants.items():
         if not isinstance(value, torch.Tensor):
-            raise UsageError(f"the model holds a {type(value).__name__} that cannot be stored as a tensor")
+            raise UsageError(f"the model holds {type_text(value)} that cannot be stored as a tensor")
         weights[f"constant:{name}"] = value
     (folder / GRAPH).write_text(json.dumps(graph, separators=(",", ":")), encoding="utf-8")
     # Tied weights share memory, which safetensors refuses: each name gets its own copy.

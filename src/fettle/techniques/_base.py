@@ -202,9 +202,9 @@ class Technique:
         """Those of its `packages` that `level` runs by: other versions of these are other times."""
         return self.packages
 
-    def unpackaged(self, level: str, recipe: Recipe) -> str:
+    def unpackaged(self, level: str, recipe: Recipe, facts: Facts) -> str:
         """Why a package cannot hold `level` beside the rest of `recipe`, and what to tune instead, as a phrase; empty
-        where it can."""
+        where it can. Of the facts it knows the model's device and type only."""
         return ""
 
     def tune_without(self, levels: str = "") -> str:

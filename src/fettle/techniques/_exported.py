@@ -33,7 +33,7 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
     if others:
         name = type(others[0]).__name__
         instead = ": call the model with use_cache=False" if name.endswith("Cache") else ""
-        raise RuntimeError(f"a {name} among inputs or outputs cannot be exported{instead}")
+        raise RuntimeError(f"values of type {name} among inputs or outputs cannot be exported{instead}")
     return leaves, spec
 
 

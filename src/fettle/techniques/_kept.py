@@ -25,7 +25,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fettle.errors import first_line
+from fettle.errors import first_line, type_text
 from fettle.files import cache_folder
 from fettle.kept_files import MOST_BYTES, SUMS, is_sound, keep
 from fettle.machine import cpu_name, installed
@@ -267,7 +267,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return f"tensor {self.meet(value)}"
         if isinstance(value, _PLAIN):
             return repr(value)
-        raise TypeError(f"an operator is given a {type(value).__name__}")
+        raise TypeError(f"an operator is given {type_text(value)}")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs or {}))

@@ -26,7 +26,7 @@ def rows_in(batch: Any) -> int:
     """Rows of a batch: those of its first tensor that has any."""
     sizes = [len(tensor) for tensor in tensors_in(batch) if tensor.dim()]
     if not sizes:
-        raise ValueError(f"a batch that is a {type(batch).__name__} has no tensor with rows")
+        raise ValueError(f"a batch of type {type(batch).__name__} has no tensor with rows")
     return sizes[0]
 
 

@@ -32,7 +32,7 @@ class Algebra(Technique):
             return "the batch is cut after it, and what it makes is for a batch of one size"
         return ""
 
-    def unpackaged(self, level: str, recipe: Recipe) -> str:
+    def unpackaged(self, level: str, recipe: Recipe, facts: Facts) -> str:
         why = "it writes the sizes of one batch into the graph, and a package takes any number of rows."
         return f"{why} {self.tune_without()}"
 

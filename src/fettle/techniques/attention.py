@@ -125,7 +125,7 @@ class Attention(Technique):
             return "dropout stands between weights and values: needs mode=eval"
         return ""
 
-    def unpackaged(self, level: str, recipe: Recipe) -> str:
+    def unpackaged(self, level: str, recipe: Recipe, facts: Facts) -> str:
         why = f"a stored model is a graph, which cannot look up what a mask shows. {self.tune_without()}"
         return why if level == "windowed" else ""
 

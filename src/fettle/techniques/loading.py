@@ -10,7 +10,7 @@ from fettle.techniques._base import TRAINING, Code, Facts, Level, Recipe, Techni
 def with_workers(loader: torch.utils.data.DataLoader, count: int) -> torch.utils.data.DataLoader:  # type: ignore[type-arg]
     """The same loader with `count` worker processes that live from one epoch to the next."""
     if type(loader).__iter__ is not torch.utils.data.DataLoader.__iter__:
-        raise RuntimeError(f"loading: a {type(loader).__name__} does more with its batches than a DataLoader")
+        raise RuntimeError(f"loading: {type(loader).__name__} does more with its batches than a DataLoader")
     if isinstance(loader.dataset, torch.utils.data.IterableDataset):
         options: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
     elif loader.batch_sampler is not None:

@@ -228,9 +228,9 @@ class Quantize(Technique):
                 return "it is compiled for each shape by itself: needs shapes=static or auto"
         return ""
 
-    def unpackaged(self, level: str, recipe: Recipe) -> str:
+    def unpackaged(self, level: str, recipe: Recipe, facts: Facts) -> str:
         if level == "int8-static":
-            return ""
+            return self.conflict(level, recipe, facts)
         instead = f"{self.tune_without('int8-static')}, or {self.name}={self.default}"
         return f"it replaces the model's own layers, and an exported model has none. {instead}"
 

@@ -222,9 +222,9 @@ class Runtime(Technique):
             return "sparse weights cannot be exported"
         return ""
 
-    def unpackaged(self, level: str, recipe: Recipe) -> str:
+    def unpackaged(self, level: str, recipe: Recipe, facts: Facts) -> str:
         why = f"its model keeps keys and values between calls, which a stored one may not. {self.tune_without()}"
-        return why if level == STATEFUL else ""
+        return why if level == STATEFUL else self.conflict(level, recipe, facts)
 
     def kind(self, level: str) -> str:
         return level.partition("-")[0]

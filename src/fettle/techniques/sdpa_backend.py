@@ -98,7 +98,7 @@ class SdpaBackend(Technique):
             return "the backward pass would compute again with torch's attention"
         return ""
 
-    def unpackaged(self, level: str, recipe: Recipe) -> str:
+    def unpackaged(self, level: str, recipe: Recipe, facts: Facts) -> str:
         why = f"an exported model has torch's own attention. {self.tune_without('auto,flash,efficient')}"
         return why if level == "xformers" else ""
 

@@ -104,7 +104,7 @@ class TransformerEngine(Technique):
         others = [name for name in _LINEAR_OF_TORCH if name in recipe.levels]
         return f"{others[0]}={recipe.levels[others[0]]} is for torch's own linear layers" if others else ""
 
-    def unpackaged(self, level: str, recipe: Recipe) -> str:
+    def unpackaged(self, level: str, recipe: Recipe, facts: Facts) -> str:
         return f"an exported model has no layers of TransformerEngine. {self.tune_without()}"
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:

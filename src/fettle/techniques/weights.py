@@ -237,7 +237,7 @@ class Weights(Technique):
             return "torch's kernels for packed weights are slow in float32: needs precision=bf16"
         return ""
 
-    def unpackaged(self, level: str, recipe: Recipe) -> str:
+    def unpackaged(self, level: str, recipe: Recipe, facts: Facts) -> str:
         others = {**recipe.without(self.name, "grad").levels}
         if level in self.compiles and others in ({}, {"compile": "default"}):
             return ""

@@ -11,7 +11,7 @@ import torch
 from torch.nn.modules import batchnorm
 from torch.nn.utils.stateless import _reparametrize_module
 
-from fettle.errors import UsageError, refusing
+from fettle.errors import UsageError, refusing, type_text
 from fettle.techniques import Facts, probe_facts, repeated_blocks
 from fettle.train.workload import TrainingWorkload, settings_of
 from fettle.workload import Workload
@@ -28,7 +28,7 @@ def training_facts(workload: TrainingWorkload, *, allow_batch: bool = False) -> 
     with refusing("the optimizer factory raised"):
         optimizer = workload.optimizer(workload.trained)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"the optimizer factory returned a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+        raise UsageError(f"the optimizer factory returned {type_text(optimizer)}, not a torch.optim.Optimizer")
     loader = workload.data if isinstance(workload.data, torch.utils.data.DataLoader) else None
     return replace(
         probe_facts(plain, allow_batch=allow_batch),

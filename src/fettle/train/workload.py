@@ -13,13 +13,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from operator import length_hint
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from fettle.errors import UsageError
+from fettle.errors import UsageError, type_text
 from fettle.structure import ADDRESS
-from fettle.workload import Batch, Target, Workload, fingerprint, rows_of
+from fettle.workload import (
+    AUTO,
+    Batch,
+    Target,
+    Workload,
+    check_mode,
+    find_target,
+    fingerprint,
+    rows_of,
+    target_from_objects,
+)
 
 FEWEST_STEPS = 4
 """Fewer losses than this make no curve."""
@@ -61,7 +72,7 @@ class TrainingWorkload:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, torch.nn.Module):
-            raise UsageError(f"the training workload's model is a {type(self.model).__name__}, not an nn.Module")
+            raise UsageError(f"the training workload's model is {type_text(self.model)}, not an nn.Module")
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise UsageError("the training workload's model has no parameter that requires a gradient")
         if isinstance(self.optimizer, torch.optim.Optimizer):
@@ -70,11 +81,10 @@ class TrainingWorkload:
                 "for example functools.partial(torch.optim.AdamW, lr=1e-3)"
             )
         for name in ("optimizer", "loss"):
-            if not callable(getattr(self, name)):
-                kind = type(getattr(self, name)).__name__
-                raise UsageError(f"the training workload's {name} is a {kind}, which cannot be called")
+            if not callable(value := getattr(self, name)):
+                raise UsageError(f"the training workload's {name} is {type_text(value)}, which cannot be called")
         if self.metric is not None and not callable(self.metric):
-            raise UsageError(f"the training workload's metric is a {type(self.metric).__name__}, not a function")
+            raise UsageError(f"the training workload's metric is {type_text(self.metric)}, not a function")
         self._check_data()
         if isinstance(self.steps, bool) or not isinstance(self.steps, Integral) or self.steps < FEWEST_STEPS:
             raise UsageError(f"the training workload's steps are {self.steps!r}: give at least {FEWEST_STEPS}")
@@ -134,7 +144,7 @@ def training_workload_from(made: object, where: str) -> TrainingWorkload:
     names = {item.name for item in dataclasses.fields(TrainingWorkload)}
     if isinstance(made, dict) and {"model", "optimizer", "loss", "data"} <= made.keys() <= names:
         return TrainingWorkload(**made)
-    kind = "a workload for inference" if isinstance(made, Workload) else f"a {type(made).__name__}"
+    kind = "a workload for inference" if isinstance(made, Workload) else type_text(made)
     if isinstance(made, dict):
         lacks = sorted({"model", "optimizer", "loss", "data"} - made.keys())
         odd = sorted(map(str, made.keys() - names))
@@ -151,6 +161,47 @@ def make(target: Target) -> tuple[object, str]:
     built = target.make()
     training = isinstance(built, TrainingWorkload) or (isinstance(built, dict) and "optimizer" in built)
     return built, "training" if training else "inference"
+
+
+def workload_of(
+    model: Any,
+    inputs: Any = None,
+    call: Callable[..., Any] | None = None,
+    metric: Callable[[Callable[..., Any]], float] | None = None,
+    mode: str = AUTO,
+) -> Target | Workload | TrainingWorkload:
+    """What a caller handed over: a target by its name, or live objects.
+
+    Raises `UsageError` where inputs lack or are too many, and for another mode than that of live objects.
+    """
+    check_mode(mode)
+    if isinstance(model, (str, Path, Target, Workload, TrainingWorkload)):
+        if inputs is not None or call is not None or metric is not None:
+            raise UsageError(
+                "inputs, call and metric belong to a live model; a workload and the factory of a target give their own"
+            )
+        if isinstance(model, (str, Path, Target)):
+            target = model if isinstance(model, Target) else find_target(str(model))
+            return target if mode == AUTO else dataclasses.replace(target, mode=mode)
+    elif mode == "training":
+        raise UsageError("training needs a fettle.TrainingWorkload(model, optimizer, loss, data), or 'file.py:factory'")
+    elif inputs is None:
+        raise UsageError("give sample inputs with a live model, `inputs=[batch]`")
+    else:
+        model = Workload(model, inputs, call, metric)
+    live: Workload | TrainingWorkload = model
+    own = "training" if isinstance(live, TrainingWorkload) else "inference"
+    if mode not in (AUTO, own):
+        raise UsageError(f"{type_text(model)} is not for `mode='{mode}'`: leave it out, or write '{own}'")
+    return live
+
+
+def target_of(workload: Target | Workload | TrainingWorkload, folder: Path) -> Target:
+    """The target from which worker processes build it; live objects are written to `folder`."""
+    if isinstance(workload, Target):
+        return workload
+    mode = "training" if isinstance(workload, TrainingWorkload) else "inference"
+    return dataclasses.replace(target_from_objects(workload, folder), mode=mode)
 
 
 def load_training(target: Target, seed: int = 0, made: object = None) -> TrainingWorkload:

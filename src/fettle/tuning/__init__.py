@@ -1,17 +1,9 @@
 """Tuning: the main job, from a workload to a verified recipe. `tune` reads from top to bottom.
 
-Other rooms use `tune` with its `Options`, the `Session` that a study measures with, and what reads a caller's workload.
+Other rooms use `tune` with its `Options`, and the `Session` that a study measures with.
 """
 
-from fettle.tuning._arguments import (
-    check_limits,
-    check_options,
-    check_ranks,
-    check_techniques,
-    target_of,
-    workload_of,
-    writable,
-)
+from fettle.tuning._arguments import check_limits, check_options, check_ranks, check_techniques, writable
 from fettle.tuning.kept import atlas_rows, recalled, studies_in
 from fettle.tuning.model import another_hour, widened
 from fettle.tuning.options import Effort, Options
@@ -23,5 +15,5 @@ from fettle.tuning.tune import guide_for, tune
 __all__ = [
     "WAITING", "Effort", "Event", "OnProgress", "Options", "Session", "another_hour", "atlas_rows", "check_limits",
     "check_options", "check_ranks", "check_techniques", "guide_for", "misses_of", "recalled", "space_for", "studies_in",
-    "target_of", "tune", "widened", "workload_of", "writable",
+    "tune", "widened", "writable",
 ]  # fmt: skip

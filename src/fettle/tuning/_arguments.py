@@ -10,7 +10,7 @@ import os
 import platform
 import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral, Real
 from pathlib import Path
@@ -26,52 +26,10 @@ from fettle.recipe import Recipe
 from fettle.result import Goal, Limits
 from fettle.search import DESIGNS
 from fettle.techniques import CATALOGUE, check_names, respelled
-from fettle.train import TrainingWorkload
 from fettle.tuning.options import Options
-from fettle.workload import AUTO, Target, Workload, check_mode, find_target, target_from_objects
+from fettle.workload import AUTO, Target
 
 GOALS: tuple[Goal, ...] = get_args(Goal)
-
-
-def workload_of(
-    model: Any,
-    inputs: Any = None,
-    call: Callable[..., Any] | None = None,
-    metric: Callable[[Callable[..., Any]], float] | None = None,
-    mode: str = AUTO,
-) -> Target | Workload | TrainingWorkload:
-    """What a caller handed over: a target by its name, or live objects.
-
-    Raises `UsageError` where inputs lack or are too many, and for another mode than that of live objects.
-    """
-    check_mode(mode)
-    if isinstance(model, (str, Path, Target, Workload, TrainingWorkload)):
-        if inputs is not None or call is not None or metric is not None:
-            raise UsageError(
-                "inputs, call and metric belong to a live model; a workload and the factory of a target give their own"
-            )
-        if isinstance(model, (str, Path, Target)):
-            target = model if isinstance(model, Target) else find_target(str(model))
-            return target if mode == AUTO else replace(target, mode=mode)
-    elif mode == "training":
-        raise UsageError("training needs a fettle.TrainingWorkload(model, optimizer, loss, data), or 'file.py:factory'")
-    elif inputs is None:
-        raise UsageError("give sample inputs, as in fettle.tune(model, [batch])")
-    else:
-        model = Workload(model, inputs, call, metric)
-    live: Workload | TrainingWorkload = model
-    own = "training" if isinstance(live, TrainingWorkload) else "inference"
-    if mode not in (AUTO, own):
-        raise UsageError(f"a {type(model).__name__} is not for `mode='{mode}'`: leave it out, or write '{own}'")
-    return live
-
-
-def target_of(workload: Target | Workload | TrainingWorkload, folder: Path) -> Target:
-    """The target from which worker processes build it; live objects are written to `folder`."""
-    if isinstance(workload, Target):
-        return workload
-    mode = "training" if isinstance(workload, TrainingWorkload) else "inference"
-    return replace(target_from_objects(workload, folder), mode=mode)
 
 
 def live_folder(cache: Path) -> Path:

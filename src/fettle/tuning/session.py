@@ -89,6 +89,8 @@ class Session:
         self, target: Target, options: Options, on_progress: OnProgress, *, nodes: Nodes | None = None,
         started: float | None = None,
     ) -> None:  # fmt: skip
+        if not callable(on_progress):
+            raise UsageError(f"`on_progress` is a function of one fettle.Event, not {on_progress!r:.80}")
         self.target, self.options, self.folder = target, options, options.output
         seconds = options.budget_s or None
         self.budget = Budget(seconds, time.monotonic() if started is None else started)

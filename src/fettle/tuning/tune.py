@@ -20,16 +20,8 @@ from fettle.measure import close_all, fetching
 from fettle.recipe import Recipe
 from fettle.search import DESIGNS, Guide, auto, holds
 from fettle.techniques import factors, keeps_memory
-from fettle.tuning._arguments import (
-    check_options,
-    check_ranks,
-    check_techniques,
-    live_folder,
-    open_nodes,
-    target_of,
-    workload_of,
-    writable,
-)
+from fettle.train import target_of, workload_of
+from fettle.tuning._arguments import check_options, check_ranks, check_techniques, live_folder, open_nodes, writable
 from fettle.tuning._budget import ROUNDS
 from fettle.tuning._final_race import FinalRace, final_race
 from fettle.tuning._outcome import outcome

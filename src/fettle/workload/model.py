@@ -11,7 +11,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from fettle.batches import read_batches
-from fettle.errors import UsageError
+from fettle.errors import UsageError, type_text
 from fettle.workload.trees import Batch, is_numbers, leaves, map_tensors, rows_of, spread, tensors
 
 if TYPE_CHECKING:
@@ -64,13 +64,13 @@ class Workload:
 
     def __post_init__(self) -> None:
         if not callable(self.model):
-            raise UsageError(f"the workload's model is a {type(self.model).__name__}, which cannot be called")
+            raise UsageError(f"the workload's model is {type_text(self.model)}, which cannot be called")
         if isinstance(self.model, type):
             raise UsageError(f"the workload's model is a class: give an object of it, {self.model.__name__}(...)")
         for name in ("call", "metric"):
             value = getattr(self, name)
             if value is not None and not callable(value):
-                raise UsageError(f"the workload's {name} is a {type(value).__name__}, which cannot be called")
+                raise UsageError(f"the workload's {name} is {type_text(value)}, which cannot be called")
         if self.samples is not None and (not isinstance(self.samples, Integral) or self.samples < 1):
             raise UsageError(f"the workload's samples are {self.samples!r}: give the number of rows in one call")
         _check_parts(self.model, self.parts)
@@ -136,8 +136,8 @@ def _check_parts(model: Any, parts: Sequence[str]) -> None:
         raise UsageError(f"the workload's parts are a list of names, as in [{parts!r}]")
     if parts and not isinstance(model, torch.nn.Module):
         raise UsageError(
-            f"the workload has parts, and its model is a {type(model).__name__}: make it an nn.Module that holds them, "
-            "such as nn.ModuleDict, and give the workload a call"
+            f"the workload has parts, and its model is {type_text(model)}: make it an nn.Module that holds them, such "
+            "as nn.ModuleDict, and give the workload a call"
         )
     found: dict[str, torch.nn.Module] = {}
     for name in parts:
@@ -185,7 +185,7 @@ def workload_from(made: object, where: str) -> Workload:
     if isinstance(made, dict) and {"model", "inputs"} <= made.keys() <= names:
         return kind(**made)
     raise UsageError(
-        f"the factory {where} returned a {type(made).__name__}: return fettle.Workload(model, [batch]), "
+        f"the factory {where} returned {type_text(made)}: return fettle.Workload(model, [batch]), "
         f"a dict with keys among {', '.join(sorted(names))}, or (model, [batch])"
     )
 
