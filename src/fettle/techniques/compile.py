@@ -110,13 +110,15 @@ class Compile(Technique):
         if inductor:  # a mode is a bundle of options, and torch takes one or the other
             options.append(f"options={inductor}")
         helpers: tuple[Any, ...] = ()
-        line = f"model.compile({', '.join(options)})"
-        if facts.forward_of_torch:
-            line = f"model.forward = torch.compile({', '.join(['model.forward', *options])})"
         if recipe.levels.get("region") == "blocks":
-            helpers, line = (repeated_blocks, forward_of_torch, compile_blocks), f"compile_blocks({', '.join(['model', *options])})"
+            helpers = (repeated_blocks, forward_of_torch, compile_blocks)
+            line = f"compile_blocks({', '.join(['model', *options])})"
         elif not facts.is_module:
             line = f"model = torch.compile({', '.join(['model', *options])})"
+        elif facts.forward_of_torch:
+            line = f"model.forward = torch.compile({', '.join(['model.forward', *options])})"
+        else:
+            line = f"model.compile({', '.join(options)})"
         outputs: tuple[str, ...] = ()
         if inductor.get("triton.cudagraphs") and facts.device == "cuda" and facts.mode == "inference":
             helpers = (*helpers, map_tensors)

@@ -92,8 +92,7 @@ class Session:
         if not callable(on_progress):
             raise UsageError(f"`on_progress` is a function of one fettle.Event, not {on_progress!r:.80}")
         self.target, self.options, self.folder = target, options, options.output
-        seconds = options.budget_s or None
-        self.budget = Budget(seconds, time.monotonic() if started is None else started)
+        self.budget = Budget(options.budget_s or None, time.monotonic() if started is None else started)
         self.rules = rules_of(options)
         self.standings = Standings(options.goal, options.limits, Races(options.under_load), options.confidence)
         self.costs = Costs(self.standings, self.budget)
@@ -103,7 +102,7 @@ class Session:
         """What the processes of the search are forked from. Those of the final race, and of all races whose figures are
         announced as they are, start by themselves: forks of one server share what their memory was like after its
         imports, and differ less than processes do."""
-        self._may_wait_s = _UNLIMITED_WAIT_S if seconds is None else WAITING * seconds
+        self._may_wait_s = WAITING * options.budget_s if options.budget_s else _UNLIMITED_WAIT_S
         self.patience = Patience(0.0 if self.rules.may_go_first else 0.6 * self._may_wait_s)
         self.environments: Mapping[str, Interpreter] = {}
         """Environments that a recipe may run in beside ours, by the level of `PYTHON` that says so."""
