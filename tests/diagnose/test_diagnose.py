@@ -287,7 +287,7 @@ def test_a_live_model_is_handed_over_as_to_tune() -> None:
     assert (found.name, found.wall_s > 0) == ("Linear", True)
     with pytest.raises(UsageError, match="give sample inputs with a live model"):
         fettle.diagnose(model)
-    with pytest.raises(UsageError, match="`on_progress` is a function of one text, not 3"):
+    with pytest.raises(UsageError, match="on_progress is a function of one text, not 3"):
         fettle.diagnose(model, batch, on_progress=3)
 
 

@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 
 from fettle.errors import UsageError
+from fettle.files import sha256_of
 from fettle.package import manifest, model_runner
 from fettle.package.export import _output_name, write_package
 from fettle.package.flat import Flat
@@ -551,7 +552,7 @@ def test_of_two_that_unpack_a_package_at_once_both_have_it(tmp_path, monkeypatch
 def test_settings_that_are_nested_too_deep_are_one_line(tmp_path):
     package = write_package(odd(), Recipe(), tmp_path / "odd", name="odd")
     (path := package.folder / "serve.toml").write_text("a = " + "[" * 5000)
-    files = {**package.manifest.files, "serve.toml": manifest._digest(path)}
+    files = {**package.manifest.files, "serve.toml": sha256_of(path)}
     manifest._write(package.folder, package.manifest, files)
     with pytest.raises(UsageError, match="cannot be used"):
         open_package(package.folder)

@@ -298,7 +298,7 @@ def test_a_table_of_one_response_that_does_not_vary_says_why_there_is_no_fit(stu
     )
     analyses = analyse(flat)
     assert analyses[0].checks is None
-    assert "it does not vary" in page("x", flat, analyses, figures(flat, analyses, {}), ())
+    assert "in which a factor and the result vary" in page("x", flat, analyses, figures(flat, analyses, {}), ())
 
 
 CLICKS = """

@@ -166,7 +166,7 @@ def test_a_result_that_was_tampered_with(folder: Path, change: dict, run_fettle:
         ({"inputs": [1]}, "inputs, call and metric belong to a live model"),
         ({"nproc": 0}, "`nproc=0`"),
         ({"trial_timeout_s": float("nan")}, "trial timeout"),
-        ({"on_progress": 3}, "`on_progress` is a function of one fettle.Event, not 3"),
+        ({"on_progress": 3}, "on_progress is a function of one fettle.Event, not 3"),
     ],
 )
 def test_bad_arguments_of_the_function(folder: Path, arguments: dict, words: str) -> None:

@@ -130,7 +130,7 @@ def diagnose(
     """
     check_mode(mode)
     if not callable(on_progress):
-        raise UsageError(f"`on_progress` is a function of one text, not {on_progress!r:.80}")
+        raise UsageError(f"on_progress is a function of one text, not {on_progress!r:.80}")
     if isinstance(model, (str, Path)) and str(model):
         path = Path(model)
         if path.is_dir() or traces_and_snapshots(path):

@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
 QUIET_WAITS = 0.03
 """Waiting for a core, in seconds a second, up to which a slice is quiet: a call may take so much longer. Chosen, not
 fitted; beside a process on one of two cores two threads waited for more than half of the time."""
@@ -75,7 +77,7 @@ class Load:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Load:
         """The inverse of `fettle.files.plain`: what is null, or is not there, was not known."""
-        return cls(**{name: value for name, value in data.items() if value is not None})
+        return msgspec.convert({name: value for name, value in data.items() if value is not None}, cls)
 
     def __str__(self) -> str:
         words = []

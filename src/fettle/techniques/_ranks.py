@@ -64,7 +64,8 @@ def own_rows(data: Any, rank: int, world: int) -> Any:
 
 def forward_of_torch(module: torch.nn.Module) -> bool:
     """Whether the forward of a module is that of one of torch's own classes, as a `Sequential`'s is."""
-    return type(module).forward.__module__.startswith("torch.nn.")
+    forward = getattr(type(module), "forward", None)  # a scripted module's class has none
+    return str(getattr(forward, "__module__", "")).startswith("torch.nn.")
 
 
 def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:

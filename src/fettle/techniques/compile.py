@@ -23,7 +23,7 @@ def compile_blocks(model: torch.nn.Module, **options: Any) -> None:
     blocks = repeated_blocks(model)
     for block in blocks:
         if forward_of_torch(block):
-            block.forward = torch.compile(block.forward, **options)  # type: ignore[method-assign]
+            block.forward = torch.compile(block.forward, **options)
         else:
             block.compile(**options)
     if not blocks:

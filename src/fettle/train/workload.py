@@ -186,7 +186,7 @@ def workload_of(
     elif mode == "training":
         raise UsageError("training needs a fettle.TrainingWorkload(model, optimizer, loss, data), or 'file.py:factory'")
     elif inputs is None:
-        raise UsageError("give sample inputs with a live model, `inputs=[batch]`")
+        raise UsageError("give sample inputs with a live model, inputs=[batch]")
     else:
         model = Workload(model, inputs, call, metric)
     live: Workload | TrainingWorkload = model

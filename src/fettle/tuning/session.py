@@ -90,7 +90,7 @@ class Session:
         started: float | None = None,
     ) -> None:  # fmt: skip
         if not callable(on_progress):
-            raise UsageError(f"`on_progress` is a function of one fettle.Event, not {on_progress!r:.80}")
+            raise UsageError(f"on_progress is a function of one fettle.Event, not {on_progress!r:.80}")
         self.target, self.options, self.folder = target, options, options.output
         self.budget = Budget(options.budget_s or None, time.monotonic() if started is None else started)
         self.rules = rules_of(options)
