@@ -33,6 +33,8 @@ _LONGEST = 1 << 18
 """More than the lines on cores in `/proc/stat` take."""
 _LOOKED_AT = 4
 """Cores whose clock and heat are read: a machine may have hundreds, and each takes its time."""
+_JUST_NOW_S = 0.02
+"""`Surroundings` make no mark again so soon: one thing ends where the next begins, and a mark takes 2 ms."""
 WAIT_S = 30.0
 """Longest that `Surroundings` wait for a quiet machine, all in all."""
 T = TypeVar("T")
@@ -296,7 +298,8 @@ class Surroundings(Watch):
 
     def watched(self, measure: Callable[[], T]) -> tuple[T, Load]:
         """What `measure` returns, and what others took meanwhile: of a second time where they disturbed the first."""
-        self.mark()
+        if time.monotonic() - self._readings[-1][0].at_s > _JUST_NOW_S:
+            self.mark()
         found, load = measure(), self.look()
         return (measure(), self.look()) if self.again(load) else (found, load)
 
