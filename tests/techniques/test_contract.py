@@ -360,7 +360,7 @@ def test_int8_is_not_calibrated_on_a_model_that_its_calls_change():
 
 @pytest.mark.slow
 def test_int8_is_compiled_for_each_number_of_rows(masked):
-    recipe = Recipe.parse("quantize=int8-static compile=default freeze=on grad=inference_mode")
+    recipe = Recipe.parse("mode=eval quantize=int8-static compile=default freeze=on grad=inference_mode")
     assert "shapes=static or auto" in conflict(recipe.with_levels(shapes="dynamic"), FACTS)
     text = source(recipe, FACTS)
     run = load(text, "optimized")(copy.deepcopy(masked), [(torch.rand(8, 8), torch.ones(8, 1)) for _ in range(2)])
