@@ -186,7 +186,7 @@ def _predict(
             split, split_trained = split_bytes(model, tensor_plan(model))
             all_bytes -= split - split // shape["tensor"]
             trained_bytes -= split_trained - split_trained // shape["tensor"]
-        called = apply(model, replace(strategy, compile="off"), mesh)
+        called = apply(model, strategy, mesh)
         own_positions = isinstance(batch, dict) and "position_ids" in batch
         with nullcontext() if own_positions else unpacked():
             timeline, states, optimizer = _step(called, workload, batch, strategy, ranks, ranks_per_node, device)

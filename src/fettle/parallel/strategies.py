@@ -2,9 +2,9 @@
 
 A strategy is written as its kind and settings, ``zero3 wrap=block precision=bf16 checkpoint=block``. The model stays
 the user's own; `apply` changes it from outside in the order that PyTorch needs: splitting matrices, checkpointing,
-compiling per block, then sharding. ZeRO-1 is DDP with `ZeroRedundancyOptimizer`; ZeRO-2 and ZeRO-3 are FSDP2's
-`fully_shard` with ``reshard_after_forward`` off and on; hybrid sharding is ZeRO-3 on a mesh of two dimensions. Tensor
-parallelism is `parallelize_module`, alone or inside each rank of ZeRO-3.
+then sharding. It compiles nothing: a plan is of the uncompiled model. ZeRO-1 is DDP with `ZeroRedundancyOptimizer`;
+ZeRO-2 and ZeRO-3 are FSDP2's `fully_shard` with ``reshard_after_forward`` off and on; hybrid sharding is ZeRO-3 on a
+mesh of two dimensions. Tensor parallelism is `parallelize_module`, alone or inside each rank of ZeRO-3.
 """
 
 from __future__ import annotations
@@ -167,15 +167,12 @@ def apply(model: torch.nn.Module, strategy: Strategy, mesh: DeviceMesh | None) -
         if why_not := plan.why_not_over(over.size()):
             raise UsageError(f"{strategy.kind}: {why_not}")
         split_over(model, over, plan.columns, plan.rows, plan.attentions, plan.per_head)
-    blocks = repeated_blocks(model)
     if strategy.checkpoint == "block":
+        blocks = repeated_blocks(model)
         if not blocks:
             raise UsageError("checkpoint=block: the model has no repeated blocks to compute again")
         for block in blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    if strategy.compile == "block":
-        for block in blocks or [model]:
-            block.compile()
     if mesh is not None and strategy.sharded:
         _shard(model, strategy, mesh["shard"] if strategy.split else mesh)
     return model
