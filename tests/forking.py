@@ -92,7 +92,9 @@ def run_script(script: Path, variables: Mapping[str, str]) -> tuple[int, str, st
 
 
 def _read_at_start(variables: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in sorted(variables.items()) if name.startswith(_READ_AT_START)}
+    read = {name: value for name, value in sorted(variables.items()) if name.startswith(_READ_AT_START)}
+    read.pop("PYTHONSAFEPATH", None)  # which `_run` knows
+    return read
 
 
 def _is_forkable(variables: Mapping[str, str]) -> bool:
@@ -196,7 +198,7 @@ def _run(command: Sequence[str], folder: str, variables: Mapping[str, str], desc
         return _serve(socket.socket(fileno=descriptors[2]), command[1:])
     sys.argv = [command[-1], *map(str, descriptors[2:])]
     if command[0] == "-m":
-        sys.path.insert(0, folder)
+        sys.path[:0] = [] if "PYTHONSAFEPATH" in variables else [folder]
         del sys.modules[command[1]]  # it is the main one
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
     else:
@@ -205,5 +207,6 @@ def _run(command: Sequence[str], folder: str, variables: Mapping[str, str], desc
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this file's folder
+    if not sys.flags.safe_path:
+        del sys.path[0]  # this file's folder
     _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])

@@ -201,6 +201,13 @@ def test_what_is_no_archive_is_one_line(tmp_path):
             read_mar(tmp_path / "x.mar")
     with pytest.raises(UsageError, match="no such file"):
         read_mar(tmp_path / "none.mar")
+    with zipfile.ZipFile(tmp_path / "damaged.mar", "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("MAR-INF/MANIFEST.json", b" " * 1000)
+    data = bytearray((tmp_path / "damaged.mar").read_bytes())
+    data[30 + len("MAR-INF/MANIFEST.json")] = 0xFF  # the first byte of what was packed
+    (tmp_path / "damaged.mar").write_bytes(data)
+    with pytest.raises(UsageError, match=r"not a model archive: .*invalid block type"):
+        read_mar(tmp_path / "damaged.mar")
     with zipfile.ZipFile(tmp_path / "y.mar", "w") as file:
         file.writestr("other", "")
     with pytest.raises(UsageError, match=r"MANIFEST\.json"):

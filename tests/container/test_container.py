@@ -204,6 +204,21 @@ def test_a_folder_that_is_no_package_is_not_replaced(monkeypatch: pytest.MonkeyP
     assert mine.read_text() == "mine"
 
 
+def test_code_of_a_packages_own_runs_in_the_image_of_who_trusts_it(
+    monkeypatch: pytest.MonkeyPatch, wheel: Path, no_index: None, tmp_path: Path
+) -> None:
+    manifest = SimpleNamespace(recipe={}, machine={}, name="net", requires=[])
+    source = tmp_path / "net-1"
+    source.mkdir()
+    package = SimpleNamespace(folder=source, manifest=manifest, handler_digest="ab12")
+    monkeypatch.setattr(image, "open_package", lambda path: package)
+    with pytest.raises(UsageError, match=r"code of its own; to let it run, give `trust='ab12'`"):
+        write_image(source, tmp_path / "out", wheel)
+    assert not (tmp_path / "out").exists()
+    write_image(source, tmp_path / "out", wheel, trust="ab12")
+    assert '"--insecure", "--trust", "ab12"]\n' in (tmp_path / "out" / "Containerfile").read_text()
+
+
 def test_torch_is_from_the_index_of_its_build_and_nothing_else_is(no_index: None) -> None:
     assert lock.torch_index("2.13.0+cpu") == "https://download.pytorch.org/whl/cpu"
     assert lock.torch_index("2.13.0") == ""

@@ -190,7 +190,8 @@ def test_lengths_follow_their_distribution(tmp_path):
     assert (lengths("uniform:3:5").min(), lengths("uniform:3:5").max()) == (3, 5)
     assert np.median(lengths("lognormal:50:0.5")) == pytest.approx(50, rel=0.1)
     assert lengths("exponential:40").mean() == pytest.approx(40, rel=0.1)
-    for wrong in ("", "0", "\u00b2", "99999999999", "uniform:3", "normal:3:4", "uniform:a:b", "lognormal:-1:2"):
+    for wrong in ("", "0", "\u00b2", "99999999999", "uniform:3", "normal:3:4", "uniform:a:b", "lognormal:-1:2",
+                  "uniform:1:inf"):  # fmt: skip
         with pytest.raises(UsageError, match="is not a length"):
             lengths(wrong)
     file = tmp_path / "texts"

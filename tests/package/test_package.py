@@ -364,7 +364,7 @@ def test_a_hostile_graph_is_refused_or_harmless(sound, what):
 @pytest.mark.parametrize(
     "hostile",
     ["__import__('os').abort()", "s0 +* s1", "9**9**9**9", "1<<99999999999", "Pow(Integer(9), Integer(99999999999))",
-     "Pow(Pow(Pow(Integer(9), Integer(9)), Integer(9)), Integer(9))"],
+     "Pow(Pow(Pow(Integer(9), Integer(9)), Integer(9)), Integer(9))", "Mod(1e9999999999, 3)"],
 )  # fmt: skip
 def test_an_expression_is_not_evaluated(sound, hostile):
     path = sound.folder / "graph.json"
@@ -376,6 +376,42 @@ def test_an_expression_is_not_evaluated(sound, hostile):
     path.write_text(json.dumps(graph))
     with pytest.raises(UsageError, match=r"expression|power"):
         load_program(sound.folder)
+
+
+def test_no_file_is_read_by_an_operator_that_is_an_argument(sound):
+    """Another one would call it."""
+    graph = json.loads((sound.folder / GRAPH).read_text())
+    node = next(table for table in tables(graph) if table.get("target") == "torch.ops.aten.linear.default")
+    given = [{"as_bool": False}, {"as_operator": "torch.ops.aten.from_file.default"}, {"as_string": "/etc/passwd"},
+             {"as_bool": False}, {"as_int": 8}]  # fmt: skip
+    node["target"] = "torch.ops.higher_order.wrap_with_set_grad_enabled"
+    node["inputs"] = [{"name": "", "arg": one, "kind": 1} for one in given]
+    (sound.folder / GRAPH).write_text(json.dumps(graph))
+    with pytest.raises(UsageError, match=r"from_file\.default' may not be in a package"):
+        load_program(sound.folder)
+
+
+def test_the_keys_of_a_structure_import_nothing(sound, tmp_path, monkeypatch):
+    """torch reads a table among them as an Enum's member, whose module it imports."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "planted.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close(); member = {{'x': 1}}")
+    graph = json.loads((sound.folder / GRAPH).read_text())
+    for table in tables(graph):
+        if "in_spec" in table:
+            spec = json.loads(table["in_spec"])
+            spec[1]["context"] = json.dumps({"__enum__": True, "fqn": "planted:member", "name": "x"})
+            table["in_spec"] = json.dumps(spec)
+    (sound.folder / GRAPH).write_text(json.dumps(graph))
+    with pytest.raises(UsageError, match="keys are no plain values"):
+        load_program(sound.folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_link_is_no_part_of_a_package(sound):
+    """Labels are read where there are any, named or not: clients would see the lines of another file."""
+    (sound.folder / "labels.txt").symlink_to("/etc/passwd")
+    with pytest.raises(UsageError, match=r"'labels\.txt' is a link"):
+        open_package(sound.folder)
 
 
 def archive(path, entries):

@@ -70,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "memory.pickle").write_bytes(b"\x80\x04\x95segments device_traces")
     (root / "data.pickle").write_bytes(b"\x80\x04\x95anything")
     (root / "digits-1").mkdir()
-    for name in ("manifest.json", "weights.safetensors"):
+    for name in ("manifest.json", "samples.safetensors"):  # weights are other files where OpenVINO wrote them
         (root / "digits-1" / name).write_text("{}")
     (root / ".hidden").mkdir()
     (root / ".hidden" / "secret.txt").write_text("secret")
@@ -184,6 +184,14 @@ def test_a_hostile_storage_takes_nothing_else_with_it(
         base.commit()
     (tmp_path / "recipe.toml").write_text("")
     assert "recipe.toml" in {item.path for item in inventory(tmp_path).items}
+
+
+def test_a_storage_whose_names_are_gigabytes_is_not_read(tmp_path: Path) -> None:
+    begin_study(tmp_path)
+    long = "SELECT 1 AS study_id, printf('%.20000000c', 'a') AS study_name"
+    with contextlib.closing(sqlite3.connect(tmp_path / "study.db")) as base:
+        base.executescript(f"DROP TABLE studies; CREATE VIEW studies AS {long}")
+    assert all(len(item.says) < 1000 for item in inventory(tmp_path).items)
 
 
 def test_a_folder_with_too_many_files_is_shown_in_part(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

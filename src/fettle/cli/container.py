@@ -16,6 +16,7 @@ def command(
     wheel: Annotated[
         Path | None, typer.Option(help="fettle's wheel, if it was installed from a folder and no package index has it")
     ] = None,
+    trust: Annotated[str, typer.Option(help="SHA-256 of the package's handler.py, to let it run in the image")] = "",
     as_json: _options.AsJson = False,
 ) -> None:
     """Write a Containerfile, and a lock with hashes, of the environment that a study was measured in.
@@ -35,7 +36,7 @@ def command(
 
     output = _options.output_folder(output)
     check_writable(output / "Containerfile")
-    image = write_image(source, output, wheel)
+    image = write_image(source, output, wheel, trust.lower())
     _show.answer(
         as_json,
         lambda: {"name": image.name, "folder": str(output), "files": image.files, "python": image.python,

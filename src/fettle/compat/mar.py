@@ -73,18 +73,16 @@ def read_mar(path: Path) -> Mar:
     """Read the manifest of an archive, and nothing else. Raises `UsageError`."""
     if not path.is_file():
         raise UsageError(f"{'not a file' if path.exists() else 'no such file'}: {path}")
-    try:
+    with refusing(f"{path} is not a model archive:"):  # a damaged zip raises nearly everything
         digest = sha256_of(path)
-        with zipfile.ZipFile(path) as archive, archive.open(bounded(archive.getinfo(MANIFEST))) as entry:
-            text = entry.read(MAX_MANIFEST + 1)
+        with zipfile.ZipFile(path) as archive:
+            if MANIFEST not in archive.namelist():
+                raise UsageError(f"{path} is not a model archive: it has no {MANIFEST}")
+            with archive.open(bounded(archive.getinfo(MANIFEST))) as entry:
+                text = entry.read(MAX_MANIFEST + 1)
         if len(text) > MAX_MANIFEST:
             raise ValueError("its manifest is too large")
         manifest = msgspec.json.decode(text, type=_Manifest)
-    except KeyError as error:
-        raise UsageError(f"{path} is not a model archive: it has no {MANIFEST}") from error
-    # zipfile says NotImplementedError of a compression that it does not know, RuntimeError of a password.
-    except (OSError, ValueError, zipfile.BadZipFile, RuntimeError) as error:
-        raise UsageError(f"{path} is not a model archive: {first_line(error)}") from error
     mar = Mar(**msgspec.structs.asdict(manifest.model), path=path, digest=digest)
     if not manifest.runtime.lower().startswith("python"):
         raise UsageError(f"{path} is for the runtime {manifest.runtime[:40]!r}: only Python's can be converted")

@@ -15,7 +15,7 @@ from fettle.errors import UsageError
 from fettle.files import write_text
 from fettle.kept_files import whole_folder
 from fettle.machine import this_machine
-from fettle.package.manifest import check_place, open_package
+from fettle.package.manifest import check_place, check_trust, open_package
 from fettle.recipe import Recipe
 from fettle.recipe_file import load_recipe
 from fettle.techniques import Facts, changed
@@ -60,6 +60,8 @@ class Image:
     """What was written."""
     gpus: int = 0
     """NVIDIA's, that it serves on."""
+    trust: str = ""
+    """SHA-256 of the package's own ``handler.py``, which the image lets run."""
 
     @property
     def locks(self) -> list[str]:
@@ -88,11 +90,12 @@ class Image:
         return values
 
 
-def write_image(source: Path, output: Path, wheel: Path | None = None) -> Image:
+def write_image(source: Path, output: Path, wheel: Path | None = None, trust: str = "") -> Image:
     """Write an image's files into `output`, for a package of `fettle serve package` or a ``recipe.toml``.
 
     It must be called in the environment that the study was measured in: `UsageError` where a version differs from what
-    the recipe or the package says, and where fettle was installed from a folder and no `wheel` of it is given.
+    the recipe or the package says, and where fettle was installed from a folder and no `wheel` of it is given. The
+    image of a package with a ``handler.py`` lets that run: `trust` must be its SHA-256.
     """
     if wheel is not None and not (wheel.is_file() and wheel.name.startswith("torch_fettle-")):
         raise UsageError(f"`wheel`: {wheel} is not a wheel of fettle: build one with pip wheel --no-deps")
@@ -100,6 +103,7 @@ def write_image(source: Path, output: Path, wheel: Path | None = None) -> Image:
     if serves:
         package, place = open_package(source), output / "model"
         check_place(place)
+        check_trust(package, [trust])
         levels, recorded, name = dict(package.manifest.recipe), dict(package.manifest.machine), package.manifest.name
         needs = list(package.manifest.requires)
         gpus = gpus_of(package.settings.devices) if "cuda" in recorded else 0
@@ -116,7 +120,8 @@ def write_image(source: Path, output: Path, wheel: Path | None = None) -> Image:
             "`wheel='dist/...whl'`"
         )
     image = Image(
-        _slug(name), levels, platform.python_version(), versions, serves, wheel.name if wheel else "", gpus=gpus
+        _slug(name), levels, platform.python_version(), versions, serves, wheel.name if wheel else "", gpus=gpus,
+        trust=trust,
     )  # fmt: skip
     carried = ["entrypoint.sh", "model" if serves else "recipe.toml", *image.locks, *([wheel.name] if wheel else [])]
     texts = {
@@ -157,8 +162,10 @@ RUN apt-get update \\
         if image.serves
         else "import fettle, torch"
     )
+    trusting = f', "--trust", "{image.trust}"' if image.trust else ""
     command = (
-        'EXPOSE 8080\nCMD ["fettle", "serve", "run", "/app/model", "--host", "0.0.0.0", "--port", "8080", "--insecure"]'
+        'EXPOSE 8080\nCMD ["fettle", "serve", "run", "/app/model", "--host", "0.0.0.0", "--port", "8080", "--insecure"'
+        f"{trusting}]"
         if image.serves
         else '# Your program: COPY it, and apply the recipe with fettle.apply(model, "/app/recipe.toml", batches).\n'
         'CMD ["fettle", "techniques"]'

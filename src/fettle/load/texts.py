@@ -208,7 +208,7 @@ def _lengths(text: str, option: str, count: int, random: np.random.Generator) ->
         if draw is None or len(values) != needs or min(values) <= 0:
             raise ValueError
         return [max(1, int(length)) for length in np.clip(draw(random, count, *values), 1, _MOST_TOKENS)]
-    except ValueError:
+    except (ValueError, OverflowError):
         raise UsageError(
             f"{option}_tokens: {text!r} is not a length: 128, uniform:16:256, exponential:128 or lognormal:128:0.8"
         ) from None

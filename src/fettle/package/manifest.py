@@ -129,11 +129,14 @@ def open_package(path: Path) -> Package:
     manifest = read_manifest(path)
     check_name(manifest.name, manifest.version)
     specifiers(manifest.requires)
+    with refusing(f"{path} cannot be read:", OSError):  # what is read need not be named: labels are where there are any
+        if links := [file.name for file in path.iterdir() if file.is_symlink() and not file.name.startswith(".")]:
+            raise UsageError(f"{path} is not a sound package: {links[0][:80]!r} is a link")
     for name, digest in manifest.files.items():
         file = path / name
         if PurePosixPath(name).name != name or name.startswith("."):
             raise UsageError(f"{path} names a file outside itself: {name[:80]!r}")
-        if file.is_symlink() or not file.is_file():
+        if not file.is_file():
             raise UsageError(f"{path} lacks {name}")
         if sha256_of(file) not in digest.split():
             raise UsageError(f"{path / name} is damaged or was changed: its SHA-256 is not the manifest's")

@@ -45,7 +45,7 @@ _EXPRESSION_WORDS = re.compile(
     r"[suz]\d+|FloorDiv|Mod|PythonMod|ModularIndexing|Where|CleanDiv|CeilDiv|CeilToInt|FloorToInt|TruncToInt|RoundToInt"
     r"|PowByNatural|FloatPow|FloatTrueDiv|IntTrueDiv|ToFloat|Identity|Max|Min|Abs|Add|Mul|Pow|Integer|Rational|Eq|Ne|Lt|Le|Gt|Ge|And|Or|Not|True"
     r"|Equality|Unequality|(Strict)?(LessThan|GreaterThan)"
-    r"|False|oo|int_oo|\d+(\.\d+)?(e-?\d+)?"
+    r"|False|oo|int_oo|\d+(\.\d+)?"
 )
 
 
@@ -280,7 +280,7 @@ def _check(value: Any, key: str = "") -> None:
         for item in value:
             _check(item, key)
     elif isinstance(value, str):
-        if key == "target":
+        if key in ("target", "as_operator"):
             if not _OPERATOR.fullmatch(value) or _FORBIDDEN_OPERATORS & set(value.split(".")):
                 raise ValueError(f"the operator {value[:80]!r} may not be in a package")
         elif key == "expr_str":
@@ -315,8 +315,11 @@ def _check_powers(expression: str) -> None:
 
 
 def _check_tree(spec: Any) -> None:
-    """Only Python's own containers may be in a structure: naming another type would look it up."""
+    """Only Python's own containers may be in a structure: naming another type would look it up. Their keys are plain: a
+    table among them names a module, which torch imports."""
     allowed = ("builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict", None)
     for table in tables(spec):
         if table.get("type") not in allowed:
             raise ValueError(f"a structure of {str(table['type'])[:80]!r} may not be in a package")
+        if any(tables(json.loads(table.get("context") or "null"))):
+            raise ValueError("a structure whose keys are no plain values may not be in a package")

@@ -184,9 +184,9 @@ class _Workers:
     def start(self) -> None:
         """Begin, or begin anew. Raises `ChildError` where the package cannot be loaded."""
         self.close()
-        threads = {"OMP_NUM_THREADS": str(self._load.threads)}
+        variables = {"OMP_NUM_THREADS": str(self._load.threads), "PYTHONSAFEPATH": "1"}  # as a server's workers have
         for _ in range(self._workers):
-            self._children.append(Child("fettle.slo.calibrate", variables=threads))
+            self._children.append(Child("fettle.slo.calibrate", variables=variables))
         self._ask(self._load, type(None), START_S)
 
     def time(self, size: int, seconds: float) -> tuple[tuple[float, ...], tuple[float, ...], int]:

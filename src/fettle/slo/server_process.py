@@ -82,7 +82,7 @@ class ServerProcess:
     """One running server. `start` makes one; `close` ends it, as does the end of this process."""
 
     def __init__(self) -> None:
-        self._child = Child("fettle.slo.server_process")
+        self._child = Child("fettle.slo.server_process", variables={"PYTHONSAFEPATH": "1"})
         self.url = ""
 
     @classmethod

@@ -154,7 +154,7 @@ def _json(path: Path, name: str) -> tuple[str, str]:
     head = _head(path)
     if b'"traceEvents"' in head or b'"deviceProperties"' in head:
         return "trace", "a profiler's trace"
-    if name == "manifest.json" and path.with_name("weights.safetensors").exists():
+    if name == "manifest.json" and path.with_name("samples.safetensors").exists():
         return "package", "a model that fettle serves"
     of_load = b'"latency_ms"' in head and b'"goodput"' in head
     if of_load or (b'limit_ms"' in head and b'"met"' in head):
@@ -186,7 +186,8 @@ def _study(path: Path) -> tuple[str, str]:
     address = f"file:{quote(os.fsencode(path))}?mode=ro"
     with contextlib.closing(sqlite3.connect(address, uri=True, timeout=1.0)) as base:
         until = monotonic() + _MOST_SQL_S
-        base.set_progress_handler(lambda: monotonic() > until, 10_000)  # a view may ask for more than there is
+        base.set_progress_handler(lambda: monotonic() > until, 10_000)  # a view may ask for more than there is,
+        base.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST_RESULT)  # or a text of a gigabyte
         names = [str(name) for (name,) in base.execute("SELECT study_name FROM studies ORDER BY study_id LIMIT 50")]
         states = {str(state): int(count) for state, count in base.execute(_BY_STATE)}
         judged = Counter(msgspec.json.decode(value, type=str) for (value,) in base.execute(_STATUS))

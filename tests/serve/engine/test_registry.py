@@ -135,6 +135,32 @@ def test_what_has_gone_is_shown_no_more_in_the_metrics(registry):
     asyncio.run(test())
 
 
+def test_a_shadow_gets_no_copies_of_what_it_does_not_take(registry):
+    async def test():
+        one, two = await loaded(registry, "1"), await loaded(registry, "2")
+        registry.models["net"].shadow = "2"
+        one.specs = two.specs = ("FP32[-1,4]",)
+        assert registry.shadow_of("net", one) is two
+        assert registry.shadow_of("net", two) is None
+        two.specs = ("INT64[-1,4]",)
+        assert registry.shadow_of("net", one) is None
+
+    asyncio.run(test())
+
+
+def test_where_packages_lie_is_remembered_for_a_start_elsewhere(registry, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    registry.state.path = tmp_path / "state.json"
+    given = package("1")
+    given.folder = "models/net-1"
+
+    async def test():
+        await (await began(registry, given, go=True))
+
+    asyncio.run(test())
+    assert registry.state.read()["net"].versions == {"1": str(tmp_path / "models" / "net-1")}
+
+
 def test_when_the_default_goes_the_highest_version_is_the_default(registry):
     async def test():
         for number in ("8", "9", "10"):

@@ -1,6 +1,8 @@
 """A worker that is started ahead of everything: taken once, by whoever it fits, or ended."""
 
 import ast
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -60,6 +62,12 @@ def test_a_worker_does_not_inherit_what_is_secret(store, monkeypatch):
         seen = psutil.Process(server.registry.choose("net").workers[0].pid).environ()
     assert "PATH" in seen
     assert not [name for name, value in seen.items() if "secret" in value]
+
+
+def test_a_worker_imports_nothing_from_the_folder_that_it_is_started_in(tmp_path):
+    """A package that was unpacked there may have the name of a module, and files that its manifest does not name."""
+    (tmp_path / "planted.py").touch()
+    assert subprocess.run([sys.executable, "-m", "planted"], cwd=tmp_path, env=_environment(1)).returncode == 1
 
 
 def test_nothing_that_serves_unpickles():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -219,10 +220,11 @@ class Registry:
         return self.choose(name, number or self._model(name).default)
 
     def shadow_of(self, name: str, chosen: Pool) -> Pool | None:
-        """The version that gets a copy, if it is another one."""
+        """The version that gets a copy, if it is another one that takes the same inputs: a call is made of bytes, in
+        which a copy of another type would take the place of somebody's request."""
         model = self.models.get(name)
         shadow = model.versions.get(model.shadow) if model is not None and model.shadow else None
-        return shadow if shadow is not chosen else None
+        return shadow if shadow is not None and shadow is not chosen and shadow.specs == chosen.specs else None
 
     @property
     def ready(self) -> bool:
@@ -253,7 +255,7 @@ class Registry:
         """Write to the state file what is served."""
         served = {
             name: Remembered(
-                {number: str(v.package.folder) for number, v in model.versions.items()},
+                {number: os.path.abspath(v.package.folder) for number, v in model.versions.items()},
                 model.default, model.weights, model.shadow,
                 {
                     number: changed

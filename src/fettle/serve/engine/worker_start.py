@@ -71,7 +71,8 @@ def _environment(threads: int) -> dict[str, str]:
         for name, value in os.environ.items()
         if name in _ENVIRONMENT or name.startswith(_ENVIRONMENT_PREFIXES)
     }
-    return {**kept, "OMP_NUM_THREADS": str(threads)}
+    # It imports nothing from the folder that it is started in: a package may lie there, unpacked, as `email` or `json`.
+    return {**kept, "OMP_NUM_THREADS": str(threads), "PYTHONSAFEPATH": "1"}
 
 
 def _shared_memory() -> tuple[int, mmap.mmap] | None:
