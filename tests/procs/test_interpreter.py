@@ -41,6 +41,7 @@ def test_what_is_no_environment_is_one_line(bare: Path, tmp_path: Path):
     for words, says in [
         ([str(tmp_path)], "there is no interpreter"),
         (["/nowhere/python"], "there is no interpreter /nowhere/python"),
+        (["~nobody-of-that-name/python"], "there is no interpreter"),
         ([f"?={bare}"], "name the environment with letters or digits"),
         ([str(bare), str(bare)], "'my-old.torch' is two environments"),
         ([f"this={bare}"], "'this' is the environment that fettle runs in"),

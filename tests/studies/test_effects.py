@@ -79,6 +79,14 @@ def test_agrees_with_the_formulas_of_statsmodels(skip):
     assert (effect.ratio.low, effect.ratio.high) == pytest.approx((low, high))
 
 
+def test_an_effect_of_any_size_is_a_number(tmp_path):
+    (tmp_path / "wide.csv").write_text("a,b,time (ms)\n0,0,1e300\n1,0,1e-300\n0,1,1e300\n1,0,\n")
+    (analysis,) = analyse(read_csv(tmp_path / "wide.csv", response=["time (ms)"]))
+    ratios = {effect.label: effect.ratio for effect in analysis.effects if effect.ratio}
+    assert ratios["a=1"].estimate == math.exp(700)
+    assert (ratios["a=1"].low, ratios["a=1"].high) == (0.0, math.inf)  # no rows are left over to tell it from noise
+
+
 def test_shares_are_those_of_a_balanced_analysis_of_variance():
     api = pytest.importorskip("statsmodels.api")
     formula = pytest.importorskip("statsmodels.formula.api")

@@ -90,6 +90,7 @@ def test_names_that_belong_to_something_else_are_refused(begun: Settings) -> Non
         ("/etc/net.py:workload", "not a file in this folder"),
         ("net.py:system", "net.py defines no system"),
         ("gone.py", "there is no such file here"),
+        ("~nobody-of-that-name/net.py:workload", "there is no such file here"),
     ],
 )
 def test_a_storage_does_not_choose_what_a_worker_runs(begun: Settings, target: str, says: str) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -231,6 +232,15 @@ def check(recipe: Recipe, target: Path, folder: Path) -> None:
             error = (mine.float() - wanted).norm() / wanted.norm()
             # eight bits with two batches to calibrate on, on random weights, are far off; wrong wiring is off by 1
             assert error < (0.5 if recipe.levels.get("runtime") == "openvino-int8" else 0.1)
+
+
+def test_the_script_builds_the_workload_with_the_arguments_it_was_tuned_with(tmp_path):
+    path = tmp_path / "sized.py"
+    path.write_text("def workload(size=2, seed=7): return {'model': (size, seed), 'inputs': []}\n")
+    for arguments, made in (({}, (2, 0)), ({"size": "4"}, ("4", 0)), ({"size": 4, "seed": 5}, (4, 5))):
+        script: dict[str, Any] = {}
+        exec(source(Recipe(), FACTS, target=replace(find_target(str(path)), arguments=arguments)), script)
+        assert script["load"]()[0] == made
 
 
 @dataclass

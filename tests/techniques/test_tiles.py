@@ -51,6 +51,9 @@ def test_it_is_tried_where_memory_counts_and_applied_where_it_is_named() -> None
     quick = replace(facts, parts={"decoder": replace(facts.parts["decoder"], share=0.001)})
     assert "2x2" in space_for(quick, {}, memory_counts=True)[0].choices["tiles[decoder]"]
     recipe = Recipe({"tiles[decoder]": "2x2"})
+    on_gpu = replace(facts, parts={"decoder": replace(facts.parts["decoder"], device="cuda")})
+    graph = {"cuda_graphs[decoder]": "on", "grad": "inference_mode"}
+    assert "whole picture" in conflict(Recipe({**recipe.levels, **graph}), on_gpu)
     assert "whole picture" in conflict(Recipe({**recipe.levels, "runtime[decoder]": "openvino"}), facts)
     with torch.no_grad():
         wanted = vae.decode(latents).sample

@@ -325,6 +325,12 @@ def test_running_averages_change_once_a_step_beside_checkpoints(level, norm):
     torch.testing.assert_close(found[1], wanted[1])
 
 
+@pytest.mark.parametrize("level", ["blocks", "selective"])
+def test_no_block_is_computed_again_with_another_attention_than_the_first_time(level):
+    recipe = Recipe.parse(f"sdpa_backend=math checkpoint={level}")
+    assert "compute again" in conflict(recipe, replace(FACTS, uses_sdpa=True))
+
+
 def test_a_loop_of_live_objects_says_how_to_use_it(capsys):
     text = source(Recipe({"optimizer": "fused"}), FACTS, heading="A live loop, optimised.")
     exec(compile(text, "optimized.py", "exec"), {"__name__": "__main__"})
@@ -499,6 +505,13 @@ def test_an_incomplete_batch_is_cut_into_more_parts(rows, count, parts):
     found = split(torch.arange(rows), count)
     assert [len(part) for part in found] == [rows // parts] * parts
     assert torch.cat(found).tolist() == list(range(rows))
+
+
+@pytest.mark.parametrize(("rows", "world"), [(5, 2), (10, 4), (8, 4)])
+def test_ranks_cut_an_incomplete_batch_into_equally_many_parts(rows, world):
+    own = [next(own_rows([torch.arange(rows)], rank, world)) for rank in range(world)]
+    assert len({len(split(batch, 2)) for batch in own}) == 1  # each part is a backward pass that the ranks wait for
+    assert torch.cat(own).tolist() == list(range(rows - rows % world))
 
 
 @pytest.mark.parametrize(

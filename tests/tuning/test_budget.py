@@ -182,6 +182,12 @@ def test_an_interrupt_while_rows_are_measured_leaves_the_final_race(tmp_path, mo
     assert session.study.note("final race")
 
 
+def test_a_model_that_came_in_train_mode_is_told_of(tmp_path):
+    session = session_in(World(time_ms(5), ready_s(1.0)), tmp_path, None, made_up_space()[1])
+    (said,) = session.notes
+    assert said.startswith("the model is in train mode and answers otherwise in eval mode")
+
+
 def test_a_final_race_that_cannot_be_kept_is_announced(tmp_path, monkeypatch):
     def set_note(key, value):
         if key == "final race":
@@ -194,7 +200,7 @@ def test_a_final_race_that_cannot_be_kept_is_announced(tmp_path, monkeypatch):
     monkeypatch.setattr(session.study, "set_note", set_note)
     last = study(world, session, space, auto)
     assert max(trial.speedup.estimate for trial in last.trials) > 1.5
-    assert session.notes == ["the final race is not kept: the study 'made up' cannot be written"]
+    assert session.notes[1:] == ["the final race is not kept: the study 'made up' cannot be written"]
 
 
 def test_further_processes_are_not_started_for_a_race_that_was_ended(tmp_path, monkeypatch):

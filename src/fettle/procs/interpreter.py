@@ -72,7 +72,7 @@ def find_interpreters(texts: Collection[str]) -> list[Interpreter]:
     by_name: dict[str, Interpreter] = {}
     for text in texts:
         named, equals, rest = text.partition("=")
-        path = Path(os.path.abspath(Path(rest if equals else text).expanduser()))
+        path = Path(os.path.abspath(os.path.expanduser(rest if equals else text)))  # `Path` raises for nobody's home
         if path.is_dir():
             path /= "bin/python"
         if not os.access(path, os.X_OK) or path.is_dir():

@@ -114,10 +114,8 @@ def _holm(p: Sequence[float]) -> list[float]:
 
 
 def _interval(gain: Estimate) -> Interval:
-    reach = gain.reach
-    if not math.isfinite(reach):
-        return Interval(math.exp(gain.gain), 0.0, math.inf)
-    return Interval(*(math.exp(max(-700.0, min(700.0, gain.gain + side * reach))) for side in (0, -1, 1)))
+    estimate, low, high = (math.exp(max(-700.0, min(700.0, gain.gain + side * gain.reach))) for side in (0, -1, 1))
+    return Interval(estimate, low, high) if math.isfinite(gain.reach) else Interval(estimate, 0.0, math.inf)
 
 
 def shares(model: Model) -> Mapping[tuple[str, ...], float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import os
 import re
 import time
 from collections.abc import Sequence
@@ -186,19 +187,25 @@ def _differing(known: Orders, wanted: Orders) -> str:
     return next((spelled.get(key, key) for key in a if key not in may_differ and a[key] != b[key]), "")
 
 
+def _file(location: str) -> Path:
+    """The file itself, whatever links lead to it. Raises nothing, as `Path` does for a link to itself or for nobody's
+    home."""
+    return Path(os.path.realpath(os.path.expanduser(location)))
+
+
 def _from_here(text: str) -> str:
     """A target as others can find it in a folder of their own: a file in this folder by its path from here."""
     location, colon, factory = (text, "", "") if text.endswith(".py") else text.rpartition(":")
     if not location.endswith(".py"):
         return text
-    path, here = Path(location).expanduser().resolve(), Path.cwd()
+    path, here = _file(location), Path.cwd()
     return f"{path.relative_to(here) if path.is_relative_to(here) else path}{colon}{factory}"
 
 
 def _harmless(text: str) -> str:
     """A target that the storage names. Raises `UsageError` for all but a factory defined in a file of this folder."""
     location, _, factory = (text, "", "workload") if text.endswith(".py") else text.rpartition(":")
-    path = Path(location).expanduser().resolve()
+    path = _file(location)
     if not location.endswith(".py") or not path.is_relative_to(Path.cwd()):
         raise UsageError(
             f"the study is of {text}, which is not a file in this folder: to run it, name it: fettle worker {text}"

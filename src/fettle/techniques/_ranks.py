@@ -31,11 +31,11 @@ def rows_in(batch: Any) -> int:
 
 
 def share_of(batch: Any, part: int, count: int) -> Any:
-    """One of `count` parts of a batch: tensors with as many rows as the first are cut, the rest is the same in all."""
+    """One of `count` equal parts of a batch: tensors with as many rows as the first are cut, the rest is the same in
+    all. Rows that are left over are in none."""
     rows = rows_in(batch)
-    return map_tensors(
-        lambda tensor: tensor.tensor_split(count)[part] if tensor.dim() and len(tensor) == rows else tensor, batch
-    )
+    own = slice(part * (rows // count), (part + 1) * (rows // count))
+    return map_tensors(lambda tensor: tensor[own] if tensor.dim() and len(tensor) == rows else tensor, batch)
 
 
 ROWS = (map_tensors, tensors_in, rows_in, share_of)
@@ -53,7 +53,9 @@ def join_ranks(device_type: str, offloaded: bool = False) -> tuple[int, int]:
 
 
 def own_rows(data: Any, rank: int, world: int) -> Any:
-    """The rank's rows of every batch of `data`, without end: all ranks together train on the batches as given."""
+    """The rank's rows of every batch of `data`, without end: all ranks together train on the batches as given. Of a
+    last batch that cannot be spread evenly the rows left over are left out: ranks that cut their rows into parts must
+    have equally many, or their gradients would be added up with those of another part."""
     while True:
         for batch in data:
             rows = rows_in(batch)

@@ -311,9 +311,11 @@ def _lines_that_make(target: Target) -> str:
         ]
     else:
         lines += [f"module = importlib.import_module({location!r})"]
+    given = dict(target.arguments)
+    seeded, unseeded = (f"**{ {'seed': 0} | given }", f"**{given}") if given else ("seed=0", "")
     lines += [
         f"factory = module.{factory}",
-        'made = factory(seed=0) if "seed" in inspect.signature(factory).parameters else factory()',
+        f'made = factory({seeded}) if "seed" in inspect.signature(factory).parameters else factory({unseeded})',
     ]
     return textwrap.indent("\n".join(lines), "    ")
 

@@ -94,8 +94,8 @@ class SdpaBackend(Technique):
             return "an exported graph has torch's own attention"
         if level == "xformers" and recipe.levels.get("ragged") == "packed":
             return "ragged=packed tells rows apart where torch's attention is called"
-        if level == "xformers" and recipe.levels.get("checkpoint") in ("blocks", "selective"):
-            return "the backward pass would compute again with torch's attention"
+        if recipe.levels.get("checkpoint") in ("blocks", "selective"):
+            return "the backward pass would compute again with what torch chooses"
         return ""
 
     def unpackaged(self, level: str, recipe: Recipe, facts: Facts) -> str:

@@ -79,6 +79,8 @@ class Tiles(Technique):
         return True
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
+        if recipe.levels.get("cuda_graphs") == "on":
+            return "a graph is of the whole picture"
         runtime = recipe.levels.get("runtime", "torch")
         return "" if runtime == "torch" else f"runtime={runtime} makes its program for the whole picture"
 

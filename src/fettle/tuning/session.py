@@ -182,7 +182,7 @@ class Session:
         """Take what the first worker found for what this session measures by."""
         for note in probed.reference.notes:
             self.remark(note)
-        if probed.facts.train_mode_differs and not probed.facts.training:
+        if probed.facts.train_mode_differs:
             self.remark("the model is in train mode and answers otherwise in eval mode: every recipe has mode=eval")
         limits = self.standings.limits
         allowed = limits.above(probed.reference.noise).max_error
