@@ -13,7 +13,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests.forking import forked
+from tests.forking import LITTLE, forked
 
 # Threads that wait by spinning would take the core from the other half of the tests.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -96,7 +96,10 @@ def pytest_configure(config):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if not config.getoption("numprocesses", None):  # the process that only hands out tests imports no torch
+        from fettle import machine
+
         never_wait()
+        machine._OTHER_SIZES = LITTLE
         _SETTINGS.extend((read, write, read()) for read, write in _all_settings())
 
 

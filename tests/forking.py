@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+LAUNCHER = "fettle.procs.launcher"
 _PACKAGES = ["torch._export.serde.serialize", "safetensors.torch", "fettle.applying", "fettle.package.handler",
              "fettle.package.model_runner"]  # fmt: skip
 MODULES = {
@@ -32,6 +33,7 @@ MODULES = {
     "fettle.diagnose.compile_worker": ["torch._dynamo"],
     "fettle.atlas.reading": [],
     "fettle.procs.forks": ["fettle.measure._inference", "fettle.measure._training"],
+    LAUNCHER: ["torch.distributed.launcher.api", "fettle.measure._worker", "fettle.measure._training"],
 }
 """What may be forked, and what each imports soon after its start."""
 _READ_AT_START = ("DNNL_", "GLIBC_", "GOMP_", "KINETO_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_", "PYTHON",
@@ -42,6 +44,8 @@ _FORKABLE = {"KINETO_LOG_LEVEL", "OMP_NUM_THREADS", "PYTHONUNBUFFERED"}
 _FIRST = ["torch"]
 """What a process imports from which all other sources are forked."""
 _CAN_FORK = sys.platform == "linux"
+LITTLE = 768, 1 << 26
+"""What peaks of the machine are measured with (`fettle.machine`), in a third of the time: no test looks at them."""
 _MESSAGE = 1 << 18
 _sources = dict[tuple[str, ...], "_Source"]()
 
@@ -74,17 +78,18 @@ def forked(*also: str) -> Iterator[None]:
         yield
 
 
-def run_script(script: Path, variables: Mapping[str, str]) -> tuple[int, str, str]:
+def run_script(script: Path, variables: Mapping[str, str], *arguments: str) -> tuple[int, str, str]:
     """Run a script that imports torch, its exit code, and what it printed to standard output and error.
 
     One that sets variables starts as itself, all others as forks.
     """
     if "os.environ" in script.read_text() or not _CAN_FORK:
-        done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=variables, timeout=300)
+        command = [sys.executable, script, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=300)
         return done.returncode, done.stdout, done.stderr
     source = _source(_FIRST, {name: value for name, value in variables.items() if name != "PYTHONPATH"})
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        fork = _Fork(source, [str(script)], variables, [out.fileno(), err.fileno()])
+        fork = _Fork(source, [str(script), *arguments], variables, [out.fileno(), err.fileno()])
         code = fork.wait(300)
         for file in (out, err):
             file.seek(0)
@@ -125,6 +130,20 @@ class _Source:
                 stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
 
+    @classmethod
+    def of_this_process(cls) -> "_Source":
+        """One that has imported what this process has; it goes on in a child."""
+        made = cls.__new__(cls)
+        made._turn = threading.Lock()
+        made._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if not os.fork():
+            os.closerange(3, theirs.fileno())  # as a child that is started has none of them
+            os.closerange(theirs.fileno() + 1, 1 << 16)
+            _serve(theirs, [])
+            sys.exit()
+        theirs.close()
+        return made
+
     def ask(self, request: object, descriptors: Sequence[int] = ()) -> Any:
         with self._turn:
             socket.send_fds(self._link, [json.dumps(request).encode()], descriptors)
@@ -138,7 +157,7 @@ class _Fork:
         self, source: _Source, command: Sequence[str], variables: Mapping[str, str], descriptors: Sequence[int]
     ) -> None:
         self._source = source
-        self.pid: int = source.ask([command, os.getcwd(), variables], descriptors)
+        self.pid: int = source.ask([command, os.getcwd(), dict(variables)], descriptors)
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -159,6 +178,8 @@ def _serve(link: socket.socket, modules: Sequence[str]) -> None:
     """What a `_Source` does: a number asks how that child has ended, anything else for another child."""
     for name in modules:
         importlib.import_module(name)
+    if machine := sys.modules.get("fettle.machine"):
+        machine._OTHER_SIZES = LITTLE
     gc.freeze()
     while True:
         message, descriptors, *_ = socket.recv_fds(link, _MESSAGE, 8)
@@ -196,14 +217,26 @@ def _run(command: Sequence[str], folder: str, variables: Mapping[str, str], desc
     random.seed()
     if not command[0]:
         return _serve(socket.socket(fileno=descriptors[2]), command[1:])
-    sys.argv = [command[-1], *map(str, descriptors[2:])]
-    if command[0] == "-m":
+    is_module = command[0] == "-m"
+    sys.argv = [*command[is_module:], *map(str, descriptors[2:])]
+    if is_module:
+        Path("/proc/self/comm").write_text(command[1][-15:])  # by which it is found
         sys.path[:0] = [] if "PYTHONSAFEPATH" in variables else [folder]
+        if command[1:] == [LAUNCHER]:
+            _fork_ranks()
         del sys.modules[command[1]]  # it is the main one
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
     else:
         sys.path[:0] = [os.path.dirname(command[0]), *filter(None, variables.get("PYTHONPATH", "").split(os.pathsep))]
         runpy.run_path(command[0], run_name="__main__")
+
+
+def _fork_ranks() -> None:
+    """Have torchrun's engine in this process start ranks as forks of what it is now, which has one thread."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    source = _Source.of_this_process()
+    subprocess_handler.Popen = lambda args, env, **_: _Fork(source, args[1:], env, [1, 2])
 
 
 if __name__ == "__main__":

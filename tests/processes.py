@@ -11,13 +11,14 @@ os.environ[MARK] = uuid.uuid4().hex  # what this process starts inherits it: oth
 
 
 def alive(*words: str) -> set[int]:
-    """Processes with one of the words in their command line that this one started, or that those started."""
+    """Processes with one of the words in their command line that this one started, or that those started, and forks
+    (`tests/forking.py`) that run a module of this name."""
     found = set()
-    for process in psutil.process_iter(["pid", "cmdline", "status"]):
-        line = " ".join(process.info["cmdline"] or ())
+    for process in psutil.process_iter(["pid", "cmdline", "name", "status"]):
+        line, name = " ".join(process.info["cmdline"] or ()), process.info["name"]
         if process.info["pid"] == os.getpid() or process.info["status"] == psutil.STATUS_ZOMBIE:
             continue
-        if any(word in line for word in words) and _is_ours(process):
+        if any(word in line or word[-15:] == name for word in words) and _is_ours(process):
             found.add(process.info["pid"])
     return found
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import subprocess
 import sys
 import textwrap
 import threading
@@ -16,7 +15,6 @@ import pytest
 import torch
 from torch import nn
 
-import fettle
 from fettle.errors import UsageError, first_line
 from fettle.procs.limits import affinity_cores
 from fettle.workload import (
@@ -35,6 +33,7 @@ from fettle.workload import (
     wait_for,
     workload_from,
 )
+from tests.forking import run_script
 
 Point = namedtuple("Point", "x y")
 ROWS = torch.distributions.Independent(torch.distributions.Normal(torch.zeros(2), torch.ones(2)), 1)
@@ -421,10 +420,8 @@ class TestLiveObjects:
             FACTOR = 3
             target_from_objects(Workload(Own(), [torch.ones(2)]), Path(sys.argv[1]))
         """
-        source = str(Path(fettle.__file__).parents[1])
-        env = {"PYTHONPATH": source, "PATH": "/usr/bin:/bin"}
         path = write(tmp_path, script, "script.py")
-        subprocess.run([sys.executable, str(path), str(tmp_path)], check=True, env=env)
+        assert run_script(path, os.environ, str(tmp_path))[0] == 0
         found = Target(str(tmp_path / "workload.pkl")).load()
         assert found.run(found.model, found.inputs[0]).tolist() == [3, 3]
 

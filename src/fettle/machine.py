@@ -29,6 +29,8 @@ _OTHER_DISTRIBUTIONS = {"onnxruntime": "onnxruntime-gpu"}
 
 _DECIDES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "LD_PRELOAD")
 """Variables that the time of a call depends on."""
+_CUDA_SIZES, _OTHER_SIZES = (8192, 1 << 30), (1536, 1 << 28)
+"""What peaks are measured with: rows of a square matrix, bytes of a copy."""
 _LONG_S = 0.03
 """Eight times as many operations are not tried after a product that took this long."""
 _NUMBERED = re.compile(r"\d[0-9A-Z]{2}")
@@ -131,7 +133,7 @@ def measure_peaks(device: str) -> Mapping[str, float]:
     """
     import torch
 
-    size, copied = (8192, 1 << 30) if device == "cuda" else (1536, 1 << 28)
+    size, copied = _CUDA_SIZES if device == "cuda" else _OTHER_SIZES
 
     def product_flops(dtype: torch.dtype) -> float:
         for side in (size // 8, size // 4, size // 2, size):

@@ -24,7 +24,8 @@ from fettle.journal import Journal, locked
 pytestmark = pytest.mark.usefixtures("forks")
 HERE = Path(__file__).parent
 LOADERS = HERE / "loaders.py"
-COMMAND = [sys.executable, "-c", "from fettle.cli import main; main()", "data"]
+MAIN = "from fettle.measure import _watch; _watch.WAIT_S = 0.0; from fettle.cli import main; main()"
+"""The command line where two tests run at a time: the machine is never quiet."""
 
 
 @pytest.fixture
@@ -50,6 +51,16 @@ def by_then(condition: Callable[[], object]) -> bool:
     while not (held := condition()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return bool(held)
+
+
+def begun(kept: Path, program: str) -> tuple[subprocess.Popen[str], list[int]]:
+    """A search that has kept what it measured so far, and its processes."""
+    words = ["data", f"{LOADERS}:waiting", "--slice", "0.1s", "--keep", str(kept), "--json", "--no-lints"]
+    process = subprocess.Popen([sys.executable, "-c", program, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               text=True)  # fmt: skip
+    if not by_then(lambda: kept.exists() and kept.read_bytes().count(b"\n") >= 9):
+        process.kill()
+    return process, [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
 
 
 def gone(pids: list[int]) -> bool:
@@ -145,15 +156,9 @@ def test_a_source_that_is_used_up_after_one_epoch_is_told() -> None:
 
 def test_a_search_that_is_killed_goes_on_and_leaves_no_process(tmp_path: Path, monkeypatch) -> None:
     kept = tmp_path / "kept"
-    target = f"{LOADERS}:waiting"
-    process = subprocess.Popen([*COMMAND, target, "--slice", "0.1s", "--keep", str(kept), "--json", "--no-lints"],
-                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
-    try:
-        assert by_then(lambda: kept.exists() and kept.read_bytes().count(b"\n") >= 9)
-        family = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+    process, family = begun(kept, MAIN)
+    process.kill()
+    process.wait()
     assert len(family) >= 3  # stopped ones among them, and their loader workers
     assert gone(family)
     known = {json.loads(line)["key"] for line in kept.read_text().splitlines()[1:]}
@@ -175,7 +180,7 @@ def test_a_search_that_is_killed_goes_on_and_leaves_no_process(tmp_path: Path, m
         return put(self, key, *said, **more)
 
     monkeypatch.setattr(Journal, "put", noted)
-    found = measure_and_search(target, slice_s=0.1, keep=kept, lints=False)
+    found = measure_and_search(f"{LOADERS}:waiting", slice_s=0.1, keep=kept, lints=False)
     assert found.reused == len(known)
     assert not known & set(measured)  # nothing is measured twice
     assert "facts" not in asked
@@ -203,12 +208,7 @@ def test_a_pipeline_that_waits_gets_workers() -> None:
 
 def test_ctrl_c_shows_what_is_known_and_keeps_it(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
-    process = subprocess.Popen(
-        [*COMMAND, f"{LOADERS}:waiting", "--slice", "0.1s", "--keep", str(kept), "--json", "--no-lints"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert by_then(lambda: kept.exists() and kept.read_bytes().count(b"\n") >= 9)
-    family = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+    process, family = begun(kept, f"from tests.forking import forked\nwith forked():\n    {MAIN}")
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,22 +10,19 @@ import torch
 
 from fettle.recipe import Recipe
 from fettle.techniques import Facts, conflict, find, source
+from tests.forking import run_script
 
 pytest.importorskip("triton")
-ROOT = Path(__file__).parents[2]
 GPU = Facts(device="cuda", decomposed_bias=2, cuda_capability=(9, 0), packages={"triton": "3.5"})
 
 
 def interpreted(by_chance: int) -> dict[str, float]:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.interpreted", str(by_chance)],
-        cwd=ROOT, env=environment, capture_output=True, text=True,
-    )  # fmt: skip
-    if "only 0-dimensional arrays can be converted" in done.stderr:
+    code, said, errors = run_script(Path(__file__).with_name("interpreted.py"), environment, str(by_chance))
+    if "only 0-dimensional arrays can be converted" in errors:
         pytest.skip("this Triton's interpreter is older than this NumPy")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    assert code == 0, errors
+    return json.loads(said.splitlines()[-1])
 
 
 def limit(case: str) -> float:

@@ -65,6 +65,8 @@ from fettle.measure.messages import (
 from fettle.measure.race import _go_on
 from fettle.recipe import Recipe
 from fettle.workload import Target, Workload, find_target
+from tests.forking import run_script
+from tests.processes import alive, left_behind
 
 A = TypeVar("A", bound=Answer)
 Reference = Callable[[Target, Path], tuple[str, Judge]]
@@ -89,8 +91,8 @@ def room_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def quick_starts(request: pytest.FixtureRequest) -> None:
-    """Workers begin as forks, but for those whose start or command line is looked at."""
-    if request.function not in (test_a_race_ranks_rejects_and_survives, test_a_worker_is_ended_when_its_time_is_over):
+    """Workers begin as forks, but for one whose start is looked at."""
+    if request.function is not test_a_worker_is_ended_when_its_time_is_over:
         request.getfixturevalue("forks")
 
 
@@ -137,12 +139,6 @@ def reference(builder: Worker) -> Reference:
     return written
 
 
-def _workers() -> set[int]:
-    children = psutil.Process().children(recursive=True)
-    commands = {child.pid: child.as_dict(["cmdline"])["cmdline"] or () for child in children}  # none of a zombie
-    return {pid for pid, command in commands.items() if "fettle.measure._worker" in " ".join(command)}
-
-
 def test_a_workload_whose_calls_take_long_is_not_timed_alone_for_longer_than_needed(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,7 +153,7 @@ def test_a_workload_whose_calls_take_long_is_not_timed_alone_for_longer_than_nee
 
 def test_a_race_ranks_rejects_and_survives(target: Target, tmp_path: Path, reference: Reference) -> None:
     fingerprint, judging = reference(target, tmp_path / "reference.pt")
-    before = _workers()
+    before = alive("fettle.measure._worker")
     candidates = [
         _candidate("baseline"),
         _candidate("faster", "model.delay = 0.002"),
@@ -182,7 +178,7 @@ def test_a_race_ranks_rejects_and_survives(target: Target, tmp_path: Path, refer
     assert raises.reason == "ValueError: no such layer"
     assert dies.status == "failed"
     assert "SIGSEGV" in dies.reason
-    assert _workers() == before
+    assert not left_behind(before, "fettle.measure._worker")
 
 
 def test_a_time_limit_kills_the_worker_with_its_children(
@@ -916,8 +912,8 @@ def test_energy_is_that_of_one_call_where_batches_differ_in_shape(monkeypatch: p
     assert take_slice(state, TakeSlice(0.01)).energy_j == pytest.approx(100 / len(calls))
 
 
-def test_a_process_that_measures_imports_no_compiler() -> None:
+def test_a_process_that_measures_imports_no_compiler(tmp_path: Path) -> None:
     """Each candidate starts several of them: what a recipe does not use must not cost every start a second."""
     code = "import sys, fettle.measure._worker; print({'torch._dynamo', 'optuna', 'polars'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
+    (tmp_path / "imports.py").write_text(code)
+    assert run_script(tmp_path / "imports.py", os.environ) == (0, "set()\n", "")

@@ -50,7 +50,7 @@ def raced(where: str, *recipes: str, timeout_s: float = 120, nodes: Nodes | None
         recipe = Recipe.parse(text)
         assert not conflict(recipe, facts)
         candidates.append(Candidate(recipe, source(recipe, facts), ranks=facts.ranks))
-    with forked("torch._dynamo"):  # the baseline, which is no rank
+    with forked("torch._dynamo"):
         return race(
             target(where), "", candidates, Judge(), Rules(max_rounds=3, prepare_timeout_s=timeout_s), nodes=nodes
         )
@@ -176,7 +176,7 @@ def test_ranks_of_two_nodes_train_as_one_process_does(two_nodes):
 
 def test_a_node_that_leaves_is_named(two_nodes):
     nodes, other = two_nodes
-    with Worker(ranks=2, nodes=nodes) as worker:
+    with forked("torch._dynamo"), Worker(ranks=2, nodes=nodes) as worker:
         worker.ask(Build(target("planned.py:workload")), Built, 120)
         other.kill()
         recipe = Recipe.parse("parallel=ddp")
@@ -190,7 +190,7 @@ def test_a_node_that_leaves_before_its_ranks_have_come_is_not_waited_for(two_nod
     """torch would wait for them for a quarter of an hour."""
     nodes, other = two_nodes
     monkeypatch.setattr(ranks, "_WORD_S", 1.0)
-    with Worker(ranks=2, nodes=nodes) as worker:
+    with forked("torch._dynamo"), Worker(ranks=2, nodes=nodes) as worker:
         other.kill()
         with pytest.raises(UsageError, match="node 2 has left"):
             worker.ask(Build(target("planned.py:workload")), Built, 600)

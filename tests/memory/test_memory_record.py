@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
-import subprocess
-import sys
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from memory_machine import MIB, Machine, stack
 
 from fettle.errors import UsageError
 from fettle.memory import analyse, read, record
+from tests.forking import run_script
 
 
 def _network() -> torch.nn.Sequential:
@@ -154,9 +154,10 @@ def test_bad_use_is_refused_before_anything_runs(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_the_room_comes_with_fettle() -> None:
+def test_the_room_comes_with_fettle(tmp_path: Path) -> None:
     code = "import fettle; assert callable(fettle.memory.record); assert callable(fettle.diagnose.find_syncs)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    (tmp_path / "uses.py").write_text(code)
+    assert run_script(tmp_path / "uses.py", os.environ)[0] == 0
 
 
 def test_a_second_profiler_is_refused(tmp_path: Path) -> None:

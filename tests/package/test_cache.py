@@ -224,7 +224,7 @@ def test_it_may_compute_in_another_type(tmp_path, how):
     attention it was tuned with."""
     bf16 = "precision=bf16 grad=inference_mode attention=hf-eager"
     recipe = {"weights": bf16, "autocast": "precision=autocast-bf16", "given": ""}[how]
-    model = llama()  # it has conversions to float32 of its own
+    model = llama(layers=1)  # it has conversions to float32 of its own
     package = packaged(tmp_path / "m", model.bfloat16() if how == "given" else model, recipe)
     assert "past" in {spec.name for spec in package.manifest.inputs}
     assert "attention" not in package.manifest.recipe
@@ -312,7 +312,7 @@ def test_a_compiled_step_stays_compiled(tmp_path, monkeypatch):
 
 
 def test_keys_and_values_are_kept_where_the_model_was_given_with_eager_attention(tmp_path):
-    model = llama(attn_implementation="eager")
+    model = llama(layers=1, attn_implementation="eager")
     manifest = packaged(tmp_path / "m", model, "attention=hf-sdpa grad=inference_mode").manifest
     assert "past" in [spec.name for spec in manifest.inputs]
     assert manifest.recipe == {"grad": "inference_mode"}

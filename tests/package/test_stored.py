@@ -1,10 +1,9 @@
 """Recipes that are stored in the package: calibrated int8, and OpenVINO's own files."""
 
 import copy
+import os
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from fettle.package.settings import ServeSettings
 from fettle.recipe import Recipe
 from fettle.techniques import find
 from fettle.workload import Workload
+from tests.forking import run_script
 
 STATIC = Recipe.parse("quantize=int8-static compile=default freeze=on grad=inference_mode")
 
@@ -105,11 +105,12 @@ def test_int8_that_was_calibrated_answers_as_the_tuned_model_did(static):
     assert "quantized_decomposed" in (package.folder / "graph.json").read_text()
 
 
-def test_int8_is_read_in_a_process_that_has_quantised_nothing(static):
+def test_int8_is_read_in_a_process_that_has_quantised_nothing(static, tmp_path):
     code = "import sys; from pathlib import Path; from fettle.package.program import load_program; import torch; "
     code += "print(load_program(Path(sys.argv[1]))(torch.zeros(3, 1, 8, 8))[0].shape)"
-    done = subprocess.run([sys.executable, "-c", code, str(static[2].folder)], capture_output=True, text=True)
-    assert done.stdout.strip() == "torch.Size([3, 4])", done.stderr
+    (tmp_path / "reads.py").write_text(code)
+    _, said, errors = run_script(tmp_path / "reads.py", os.environ, str(static[2].folder))
+    assert said.strip() == "torch.Size([3, 4])", errors
 
 
 def test_sizes_that_are_compiled_for_themselves_are_the_only_ones(static):

@@ -3,7 +3,6 @@
 import ast
 import copy
 import os
-import subprocess
 import sys
 import types
 from collections import UserDict
@@ -440,12 +439,13 @@ def test_streams_cut_a_batch_and_put_it_together_again():
 
 
 TWO_LIVES = """
-import signal, subprocess, sys
+import faulthandler, signal, subprocess, sys
 import torch
 from fettle.recipe import Recipe
 from fettle.techniques import load, probe_facts, source
 from fettle.workload import Workload
 
+faulthandler.enable()
 batch = torch.rand(2, 4)
 model = torch.nn.Linear(4, 4).eval()
 optimize = load(source(Recipe({"runtime": "openvino"}), probe_facts(Workload(model, [batch]))), "optimized")
@@ -463,10 +463,8 @@ print("alive")
 def test_openvino_leaves_a_signal_stack_that_can_be_used(tmp_path):
     """On CPUs with AMX, runtimes freed out of order left an unmapped signal stack: the next signal killed."""
     (tmp_path / "two.py").write_text(TWO_LIVES)
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", str(tmp_path / "two.py")], capture_output=True, text=True, check=False
-    )
-    assert done.stdout.strip() == "alive", (done.returncode, done.stderr[-2000:])
+    code, said, errors = run_script(tmp_path / "two.py", os.environ)
+    assert said.strip() == "alive", (code, errors[-2000:])
 
 
 def test_a_file_for_live_objects_says_how_to_use_it(capsys):

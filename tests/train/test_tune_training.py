@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import os
 import sqlite3
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from fettle.errors import UsageError
 from fettle.procs.rendezvous import free_ports
 from fettle.report import load_result, save
 from tests.conftest import quick_studies
-from tests.forking import forked
+from tests.forking import forked, run_script
 
 TINY = Path(__file__).parent / "tiny_loop.py"
 FEW = {
@@ -62,10 +63,10 @@ def test_a_study_of_a_loop(tmp_path):
     assert "Losses, baseline and tuned" in text
     assert "A step, by phase" in text
     assert "The memory plan" not in text  # there was one rank
-    done = subprocess.run([sys.executable, tmp_path / "optimized.py"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(": loss ") == 8
-    assert "samples/s at 16 a step" in done.stdout
+    code, said, errors = run_script(tmp_path / "optimized.py", os.environ)
+    assert code == 0, errors
+    assert said.count(": loss ") == 8
+    assert "samples/s at 16 a step" in said
 
     kept = _kept(tmp_path)
     resumed = tuned(tmp_path, budget_s=BUDGET_S)

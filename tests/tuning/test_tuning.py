@@ -26,7 +26,7 @@ from fettle.recipe_file import load_recipe
 from fettle.report import Result, save
 from fettle.techniques import load, source
 from tests.conftest import Run, quick_studies
-from tests.forking import forked
+from tests.forking import forked, run_script
 
 WORK = """
 import torch
@@ -122,11 +122,10 @@ def test_the_recipe_round_trips_and_applies(tuned) -> None:
 def test_the_code_runs_as_it_stands_without_fettle(tuned, tmp_path: Path) -> None:
     _, _, out = tuned
     blocked = "import sys; sys.modules['fettle'] = None; import runpy; runpy.run_path(sys.argv[1], run_name='__main__')"
-    done = subprocess.run(
-        [sys.executable, "-c", blocked, str(out / "optimized.py")], capture_output=True, text=True, cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "later calls: " in done.stdout
+    (tmp_path / "blocked.py").write_text(blocked)
+    code, said, errors = run_script(tmp_path / "blocked.py", os.environ, str(out / "optimized.py"))
+    assert code == 0, errors
+    assert "later calls: " in said
     assert "fettle" not in (out / "optimized.py").read_text().split("\n\n\n", 1)[1].replace("fettle_", "")
 
 
@@ -169,7 +168,7 @@ def test_killed_at_any_moment_the_same_command_goes_on(work: Path, tmp_path: Pat
     options = [f"--technique={name}={','.join(levels)}" for name, levels in FEW.items()]
     program = (
         "from fettle.cli import main\nfrom tests.conftest import never_wait, quick_studies\n"
-        "never_wait()\nwith quick_studies():\n    main()\n"
+        "from tests.forking import forked\nnever_wait()\nwith quick_studies(), forked():\n    main()\n"
     )
     command = ["tune", str(work), "-o", str(out), *options, "--budget", f"{BUDGET_S}s"]
     first = subprocess.Popen(
