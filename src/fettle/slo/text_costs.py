@@ -135,13 +135,12 @@ def cells(rows: int, prompt: int, whole: int, *, keeps: bool, in_parts: bool = T
 
 def calibrate_texts(
     package: Package, *, most: int, prompt: int, whole: int, threads: int = 1, device: str = "cpu",
-    on_progress: Callable[[str], None] = lambda text: None, stopped: Callable[[], bool] = lambda: False,
-    around: Surroundings | None = None,
+    on_progress: Callable[[str], None] = lambda text: None, around: Surroundings | None = None,
 ) -> TextCosts:  # fmt: skip
     """Time steps of up to `most` texts of up to `whole` tokens, of which prompts have up to `prompt`.
 
     What fails is kept with its reason, and nothing larger is tried. A cell that others disturbed is timed again once
-    they are gone, as far as `around` waits for that. Raises `Stopped` between two cells.
+    they are gone, as far as `around` waits for that. Raises `Stopped` between two cells once it is stopped.
     """
     costs, around = TextCosts(), around or Surroundings()
     with Child("fettle.slo.text_costs", variables={"OMP_NUM_THREADS": str(threads)}) as child:
@@ -151,7 +150,7 @@ def calibrate_texts(
             writing, prompts = cells(costs.rows, prompt, whole, keeps=costs.keeps, in_parts=costs.in_parts)
             for name, todo, into in (("prompts", prompts, costs.prompts), ("writing", writing, costs.writing)):
                 for number, cell in enumerate(todo, 1):
-                    if stopped():
+                    if around.stopped():
                         raise Stopped
                     rows, new = count_text(cell.rows, "text"), count_text(cell.new, "token")
                     tried = f"{name}, {rows} with {new} after {cell.kept}"

@@ -179,7 +179,7 @@ class _Search:
         self.on_progress, self.stop, self.seconds = on_progress, stop, seconds
         self.longest = max(map(sum, zip(result.prompts, result.outputs, strict=True)))
         self.failed: set[TextSetting] = set()
-        self.around = Surroundings()
+        self.around = Surroundings(stopped=stop.is_set)
 
     async def calibrate(self, most: int, engine: Engine, device: str) -> None:
         """What steps cost."""
@@ -190,7 +190,7 @@ class _Search:
         if costs is None:
             costs = await asyncio.to_thread(
                 calibrate_texts, package, most=most, prompt=prompt, whole=self.longest, threads=threads,
-                device=device, on_progress=self.on_progress, stopped=self.stop.is_set, around=self.around,
+                device=device, on_progress=self.on_progress, around=self.around,
             )  # fmt: skip
             if costs.writing:  # memory may be free the next time
                 self.journal.put(key, costs)
