@@ -163,11 +163,8 @@ def gpus_in_use(own: Collection[int]) -> list[str]:
     return used
 
 
-_LOOK_BACK_S = 1.0
-
-
-def with_gpu(load: Load, uuid: str, own: Collection[int], over_s: float = _LOOK_BACK_S) -> Load:
-    """`load` with that of the GPU of this `uuid` in the last `over_s` seconds (one at least), of which the processes
+def with_gpu(load: Load, uuid: str, own: Collection[int], over_s: float = 1.0) -> Load:
+    """`load` with that of the GPU of this `uuid` in the last `over_s` seconds, one at least, of which the processes
     `own` are ours; unchanged where NVML is not there or does not say.
 
     Calls: NVIDIA's *NVML API Reference Guide*, "Device Queries". NVML may know other process numbers than we do (in a
@@ -183,7 +180,7 @@ def with_gpu(load: Load, uuid: str, own: Collection[int], over_s: float = _LOOK_
     others = running.difference(own)
     if others != running:
         try:
-            since = int((time.time() - max(over_s, _LOOK_BACK_S)) * 1e6)
+            since = int((time.time() - max(over_s, 1.0)) * 1e6)
             samples = nvml.nvmlDeviceGetProcessUtilization(device, since)
         except Exception:  # no samples since then: nobody used it
             samples = []

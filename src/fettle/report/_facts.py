@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fettle.generate.speed import Generation
-from fettle.measure import Load, Trial, mean_load, pareto
+from fettle.measure import Load, Trial, busy_load, pareto
 from fettle.recipe import Recipe
 from fettle.report import _format as fmt
 from fettle.result import Outcome, call_ms, goal_figure
@@ -193,8 +193,8 @@ def disturbed(result: Outcome) -> list[Trial]:
 
 def load_of(*trials: Trial | None) -> str:
     """What others took, in brackets with a space before; empty where that was little on the mean of all slices."""
-    loads = [trial.load for trial in trials if trial is not None and not trial.load.is_quiet]
-    return f" ({mean_load(loads)})" if loads else ""
+    load = busy_load(trial.load for trial in trials if trial is not None)
+    return "" if load.is_quiet else f" ({load})"
 
 
 def under(trial: Trial, asked: bool = False, given: Trial | None = None) -> str:

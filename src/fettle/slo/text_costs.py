@@ -18,7 +18,7 @@ import numpy as np
 
 from fettle.errors import UsageError
 from fettle.files import plain
-from fettle.measure import Load, Surroundings, busy_load
+from fettle.measure import Surroundings
 from fettle.package.manifest import Package
 from fettle.package.settings import powers
 from fettle.procs.child import Child, ChildError, Request
@@ -66,11 +66,6 @@ class TextCosts(msgspec.Struct, dict=True):
     """Why, by what was tried."""
     in_parts: bool = True
     """Whether prompts are computed in parts: an encoder reads them at once."""
-
-    @property
-    def load(self) -> Load:
-        """What others had of the machine."""
-        return busy_load(map(Load.from_json, self.loads))
 
     def writing_table(self, longest: int) -> list[list[float]]:
         """Seconds of a step by texts (from 0) and by what the longest keeps, in steps of `GRAIN`."""

@@ -26,7 +26,7 @@ from fettle.journal import Journal
 from fettle.load.arrivals import poisson
 from fettle.load.run import TextLimits, as_data
 from fettle.load.texts import TextLine, text_requests
-from fettle.measure import Surroundings
+from fettle.measure import Load, Surroundings
 from fettle.package.handlers.generate import Settings
 from fettle.package.handlers.text import read_tokenizer
 from fettle.package.manifest import Package
@@ -196,7 +196,7 @@ class _Search:
                 self.journal.put(key, costs)
         if costs.writing and (costs.prompts or not costs.keeps):
             result.costs[engine], result.scale[engine] = costs, 1.0
-            result.loads.append(costs.load)
+            result.loads += map(Load.from_json, costs.loads)
         of = f"{engine[0]}: " if engine[0] else ""
         result.failures += [Failure(of + what, why) for what, why in costs.failures.items()]
 
