@@ -378,7 +378,7 @@ def test_a_report_escapes_what_it_is_given_and_shows_what_was_measured() -> None
     assert "the rule is wrong" in page(found, [beyond])
     beside = Interval(3.1, 2.9, 3.3)
     busy = page(found, [replace(beyond, is_quiet=False, load=Load(others=0.24), elapsed_speedup=beside)])
-    assert "On a busy machine (others took 24% of the cores), with the time spent waiting for a core taken out: " in busy
+    assert "On a busy machine (others took 24% of the cores), with the time spent waiting for a core taken out:" in busy
     assert "; in time elapsed beside that load 3.10x [2.90, 3.30]: " in busy
     assert "beyond the bound" in busy
     assert "the rule is wrong" not in busy

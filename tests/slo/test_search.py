@@ -15,7 +15,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -75,7 +74,6 @@ def test_from_end_to_end(done):
     (measured,) = found.branches.values()
     assert measured.overheads is not None
     assert measured.overheads.request_s + measured.overheads.batch_s > 0
-    assert "others" in measured.overheads.load
     assert found.points[0].memory_bytes > 1 << 20
     inside = found.points[0].tests[0].inside
     assert inside.calls > 0
@@ -107,7 +105,8 @@ def test_what_serving_adds_beside_a_neighbour_is_not_what_it_adds_alone(done, pa
     keep.write_bytes(done[1].read_bytes())
     (key,) = _kept(keep, "overheads")
     with closing(open_journal(keep)) as journal:
-        journal.put(key, msgspec.structs.replace(journal.answer(key, Overheads), load={"others": 0.5, "waits": None}))
+        assert "others" in journal.answer(f"load, {key}", dict)
+        journal.put(f"load, {key}", {"others": 0.5, "waits": None})
     found = asyncio.run(search(package, LIMIT, keep=keep, rate=1.0, **QUICK))
     assert 0.5 in [load.others for load in found.loads]
 
@@ -297,6 +296,7 @@ def test_load_tests_end_where_they_know_enough(package, monkeypatch, truth, expe
 
 def test_a_load_test_that_others_disturbed_is_made_again_once(package, monkeypatch):
     """What others have of the second they are said to have had."""
+    monkeypatch.setattr("fettle.measure._watch.WAIT_S", 60.0)
     around, made, loads = Surroundings(), [], [Load(others=0.5), Load(others=0.4)]
     monkeypatch.setattr(around, "look", lambda: loads.pop(0))
     monkeypatch.setattr(around, "wait_for_quiet", lambda most_s: True)

@@ -9,7 +9,6 @@ on: for each request that comes meanwhile, ``held_s``. So two short runs on the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
@@ -29,8 +28,6 @@ class Overheads(msgspec.Struct, frozen=True):
     batch_s: float
     held_s: float = 0.0
     """How much longer a request that comes during a call of the model makes that call."""
-    load: dict[str, Any] = {}
-    """What others had of the machine meanwhile: a `Load`, as plain data."""
 
 
 async def measure_overheads(

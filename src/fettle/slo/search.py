@@ -14,8 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-
-import msgspec
+from typing import Any
 
 from fettle.files import plain
 from fettle.journal import Journal
@@ -224,14 +223,14 @@ class _Search:
                     overheads, load = await watched(self._around, lambda: measure_overheads(
                         served, requests, curve, workers=branch.workers, max_rows=rows
                     ))  # fmt: skip
-                    overheads = msgspec.structs.replace(overheads, load=plain(load))
                 finally:
                     await served.close()
             except ServerFailure as failure:
                 self.result.failures.append(Failure(f"a server with {branch}", str(failure)))
                 return None
+            self.journal.put(f"load, {key}", plain(load))
             self.journal.put(key, overheads)
-        self.result.loads.append(Load.from_json(overheads.load))
+        self.result.loads.append(Load.from_json(self.journal.answer(f"load, {key}", dict[str, Any]) or {}))
         return overheads
 
     async def refine_workers(self) -> None:
