@@ -68,7 +68,8 @@ async def bracket(
             if tested is None:
                 on_test(rate)
                 served = served or await start()
-                tested, load = await watched(around, partial(test, served, rate))
+                made = await watched(around, partial(test, served, rate))
+                tested, load = made
                 tested.run |= {"is_quiet": load.is_quiet, "load": plain(load)}
                 journal.put(key(rate), tested)
             else:
