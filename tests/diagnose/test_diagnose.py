@@ -22,7 +22,7 @@ from fettle.diagnose.finding import Verified
 from fettle.diagnose.report import page
 from fettle.diagnose.rules import RULES, findings
 from fettle.errors import UsageError
-from fettle.measure import Interval, Load
+from fettle.measure import Interval, Load, Surroundings
 from fettle.techniques import Facts
 from fettle.train import TrainingWorkload
 from fettle.workload import Workload, find_target
@@ -378,7 +378,7 @@ def test_a_report_escapes_what_it_is_given_and_shows_what_was_measured() -> None
     assert "the rule is wrong" in page(found, [beyond])
     beside = Interval(3.1, 2.9, 3.3)
     busy = page(found, [replace(beyond, is_quiet=False, load=Load(others=0.24), elapsed_speedup=beside)])
-    assert "on a busy machine (others took 24% of the cores), with the time spent waiting for a core taken out" in busy
+    assert "On a busy machine (others took 24% of the cores), with the time spent waiting for a core taken out:" in busy
     assert "; in time elapsed beside that load 3.10x [2.90, 3.30]: " in busy
     assert "beyond the bound" in busy
     assert "the rule is wrong" not in busy
@@ -391,6 +391,19 @@ def test_a_diagnosis_beside_a_neighbour_says_so_first() -> None:
     assert found.verdict.startswith("On a busy machine (others took 50% of the cores): Casts. Mending it could save")
     told = diagnosis_json(found)
     assert (told["is_quiet"], told["load"]["others"]) == (False, 0.5)
+
+
+def test_what_disturbs_the_compile_check_alone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled(*args: object, **options: object) -> None:
+        raise UsageError("too slow")
+
+    loads = iter([Load(others=0.0), Load(others=0.5)])
+    monkeypatch.setattr(Surroundings, "look", lambda self: next(loads))
+    monkeypatch.setattr("fettle.diagnose.diagnosis.compile_health", compiled)
+    found = diagnose(write(tmp_path, CASES["waiting"]), seconds=0.1, record=False)
+    assert found.evidence is not None
+    assert found.evidence.load.others == 0.5
+    assert found.verdict.startswith("On a busy machine (")
 
 
 PLANTED = Path(__file__).parents[2] / "bench" / "diagnosis_cases"

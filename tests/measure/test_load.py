@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import sys
 from types import SimpleNamespace
 
@@ -11,14 +12,15 @@ from torch._subclasses import FakeTensorMode
 
 from fettle.measure import _inference, _meters
 from fettle.measure._clock import Clock
-from fettle.measure._load import Load, gpu_memory, with_gpu
+from fettle.measure._load import Load, gpu_memory, gpus_in_use, with_gpu
 from fettle.measure._state import State, gpus_of, take_slice
+from fettle.measure._watch import Surroundings
 from fettle.measure.messages import Prepare, SliceTaken, TakeSlice
 from fettle.workload import Workload
 from tests.techniques.test_devices import on_gpu
 
 
-def nvml(monkeypatch, *, running=(1,), utilisation=(), reasons=0, now=1500, missing="", gpus=("GPU-1",), late_s=0):
+def nvml(monkeypatch, *, running=(1, 7, 8), utilisation=(), reasons=0, now=1500, missing="", gpus=("GPU-1",), late_s=0):
     """A module that answers like pynvml, alike for all `gpus`; `missing` names a call that it does not have; since it
     looked, the clock was set back by `late_s`."""
 
@@ -29,6 +31,9 @@ def nvml(monkeypatch, *, running=(1,), utilisation=(), reasons=0, now=1500, miss
 
     answers = {
         "nvmlInit": lambda: None,
+        "nvmlDeviceGetCount": lambda: len(gpus),
+        "nvmlDeviceGetHandleByIndex": lambda number: gpus[number],
+        "nvmlDeviceGetUUID": lambda device: device,
         "nvmlDeviceGetHandleByUUID": lambda uuid: uuid if uuid in gpus else not_found(),
         "nvmlDeviceGetComputeRunningProcesses": lambda device: [SimpleNamespace(pid=pid) for pid in running],
         "nvmlDeviceGetProcessUtilization": lambda device, since: (
@@ -82,6 +87,20 @@ def test_what_was_seen_before_the_clock_was_set_back_is_no_load_of_now(monkeypat
 def test_other_process_numbers_than_ours_say_nothing_of_the_others(monkeypatch):
     nvml(monkeypatch, running=(4711,), utilisation=[(4711, 99)])
     assert math.isnan(with_gpu(Load(), "GPU-1", {1}).gpu)
+    nvml(monkeypatch, running=(1,), utilisation=[(4711, 99)])  # ours, by the number that it has outside the container
+    assert with_gpu(Load(), "GPU-1", {1}).is_quiet
+
+
+def test_what_is_timed_for_long_is_looked_back_on_for_as_long(monkeypatch):
+    nvml(monkeypatch, utilisation=[(7, 40)], late_s=30)
+    assert with_gpu(Load(), "GPU-1", {1}, 60.0).gpu == 0.4
+    assert with_gpu(Load(), "GPU-1", {1}, 0.1).gpu == 0
+
+
+@pytest.mark.parametrize(("running", "share"), [((os.getpid(), 7), 0.4), ((7,), math.nan)], ids=["on it", "not"])
+def test_what_is_timed_otherwise_than_in_a_race_looks_at_the_gpus_that_it_is_on(monkeypatch, running, share):
+    nvml(monkeypatch, running=running, utilisation=[(os.getpid(), 90), (7, 40)], gpus=("GPU-1", "GPU-2"))
+    assert Surroundings().look().gpu == pytest.approx(share, nan_ok=True)
 
 
 def test_a_clock_below_its_best_counts_only_where_something_throttles(monkeypatch):
@@ -194,6 +213,7 @@ def test_without_nvml_nothing_changes(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     load = Load(waits=0.5)
     assert with_gpu(load, "GPU-1", {1}) is load
+    assert gpus_in_use({1}) == []
 
 
 def test_free_memory_that_nvml_does_not_tell_is_no_end_of_it(monkeypatch):

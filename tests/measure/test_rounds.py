@@ -167,14 +167,14 @@ def test_what_happens_to_the_machine_in_a_slice_is_no_evidence(monkeypatch, happ
 def test_each_gpu_that_a_slice_used_is_looked_at(monkeypatch):
     looked_at = []
     monkeypatch.setattr(Worker, "gpus", ("GPU-1", "GPU-2"))
-    monkeypatch.setattr(_watch, "with_gpu", lambda load, gpu, own: looked_at.append(gpu) or load)
+    monkeypatch.setattr(_watch, "with_gpu", lambda load, gpu, own, over_s: looked_at.append(gpu) or load)
     run(monkeypatch, lambda now: 0.0, rounds=1)
     assert looked_at == ["GPU-1", "GPU-2"] * 2
 
 
 @pytest.mark.parametrize("until_s", [10.0, math.inf])
 def test_what_others_have_of_a_gpu_is_waited_for_and_never_taken_out(monkeypatch, until_s):
-    def beside(load, gpu, own):
+    def beside(load, gpu, own, over_s):
         return replace(load, gpu=0.6 if _watch.time.monotonic() < until_s else 0.0)
 
     monkeypatch.setattr(Worker, "gpus", ("GPU-1",))

@@ -274,13 +274,13 @@ def test_waiting_has_a_bound_and_is_given_up_on_a_machine_that_is_never_quiet(mo
     assert not patience.may_wait()
 
 
-def surroundings(monkeypatch, busy_until: float) -> tuple[Clock, Surroundings]:
+def surroundings(monkeypatch, busy_until: float, stopped_at: float = math.inf) -> tuple[Clock, Surroundings]:
     clock = Clock(busy_until)
     monkeypatch.setattr(_watch, "time", clock)
     monkeypatch.setattr(_watch, "read_machine", clock.read)
     monkeypatch.setattr(_watch, "WAIT_S", 60.0)
-    monkeypatch.setattr(_watch, "_family_s", lambda also: 0.0)
-    return clock, Surroundings()
+    monkeypatch.setattr(_watch, "_family", lambda also: (set(), 0.0))
+    return clock, Surroundings(stopped=lambda: clock.now >= stopped_at)
 
 
 def test_what_is_timed_otherwise_than_in_a_race_is_timed_again_once_others_are_gone(monkeypatch):
@@ -298,11 +298,19 @@ def test_beside_a_neighbour_that_stays_it_is_timed_once_and_says_so(monkeypatch)
         assert load.under == "On a busy machine (others took 100% of the cores): "
 
 
+def test_whoever_wants_an_end_waits_for_nothing(monkeypatch):
+    clock, around = surroundings(monkeypatch, math.inf, stopped_at=103.0)
+    found, load = around.watched(lambda: clock.sleep(1.0) or clock.now)
+    assert found == 101.0
+    assert clock.now <= 103.5
+    assert not load.is_quiet
+
+
 def test_what_children_have_is_not_the_others(monkeypatch):
     readings = iter([START, after(1.0, busy_s=2.0), after(2.0, busy_s=4.0)])
     had = iter([50.0, 51.9, 3.0])  # one was killed, and what it had is not told any more
     monkeypatch.setattr(_watch, "read_machine", lambda: next(readings))
-    monkeypatch.setattr(_watch, "_family_s", lambda also: next(had))
+    monkeypatch.setattr(_watch, "_family", lambda also: (set(), next(had)))
     around = Surroundings()
     assert around.look().others == pytest.approx(0.05)
     assert around.look().others == pytest.approx(1.0)

@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 
+from fettle.measure import Surroundings
 from fettle.package.export import write_package
 from fettle.package.manifest import MANIFEST, open_package
 from fettle.package.settings import ServeSettings
@@ -119,4 +120,4 @@ def test_a_package_that_cannot_be_loaded_is_a_failure(store, monkeypatch):
 
 def test_it_can_be_stopped(store):
     with pytest.raises(Stopped):
-        calibrate(open_package(store / "net-1"), most=4, stopped=lambda: True)
+        calibrate(open_package(store / "net-1"), most=4, around=Surroundings(stopped=lambda: True))

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from fettle.cli.serve.slo import _Work
 from fettle.errors import UsageError
 from fettle.load.torchserve import COLUMNS
-from fettle.measure import Load
+from fettle.measure import Load, Surroundings
 from fettle.package.host import host_id
 from fettle.package.manifest import open_package, read_settings
 from fettle.package.settings import CostCurve
@@ -31,7 +31,7 @@ from fettle.recipe import Recipe
 from fettle.report import slo_page
 from fettle.slo import proof
 from fettle.slo import search as room
-from fettle.slo.calibrate import Calibration
+from fettle.slo.calibrate import Calibration, Stopped
 from fettle.slo.kept import Tested as OneTest
 from fettle.slo.kept import open_journal
 from fettle.slo.outcome import as_data, explain, front, torchserve_rows
@@ -97,6 +97,18 @@ def test_nothing_is_measured_twice(done, package, monkeypatch):
     assert again.tests_kept == again.tests == found.tests
     assert again.best.measured == found.best.measured
     assert not asyncio.run(search(package, LIMIT, keep=keep, rate=1e9, **QUICK)).met
+
+
+def test_what_serving_adds_beside_a_neighbour_is_not_what_it_adds_alone(done, package, tmp_path):
+    """A search that goes on says so, too."""
+    keep = tmp_path / "measured.jsonl"
+    keep.write_bytes(done[1].read_bytes())
+    (key,) = _kept(keep, "overheads")
+    with closing(open_journal(keep)) as journal:
+        assert "others" in journal.answer(f"load, {key}", dict)
+        journal.put(f"load, {key}", {"others": 0.5, "waits": None})
+    found = asyncio.run(search(package, LIMIT, keep=keep, rate=1.0, **QUICK))
+    assert 0.5 in [load.others for load in found.loads]
 
 
 def _kept(path, what):
@@ -284,9 +296,10 @@ def test_load_tests_end_where_they_know_enough(package, monkeypatch, truth, expe
 
 def test_a_load_test_that_others_disturbed_is_made_again_once(package, monkeypatch):
     """What others have of the second they are said to have had."""
-    loads, gone = [Load(others=0.5), Load(others=0.4)], [True, False]
-    around = SimpleNamespace(mark=lambda: None, look=lambda: loads.pop(0), again=lambda load: gone.pop(0))
-    made = []
+    monkeypatch.setattr("fettle.measure._watch.WAIT_S", 60.0)
+    around, made, loads = Surroundings(), [], [Load(others=0.5), Load(others=0.4)]
+    monkeypatch.setattr(around, "look", lambda: loads.pop(0))
+    monkeypatch.setattr(around, "wait_for_quiet", lambda most_s: True)
 
     async def test(served, rate):
         made.append(rate)
@@ -303,6 +316,18 @@ def test_a_load_test_that_others_disturbed_is_made_again_once(package, monkeypat
     assert made == [100.0, 100.0]
     assert point.tests[0].run["load"]["others"] == found.load.others == 0.4
     assert point.tests[0].run["is_quiet"] is False
+
+
+def test_ctrl_c_ends_the_wait_for_a_quiet_machine(package, made_up, monkeypatch):
+    stop = asyncio.Event()
+
+    def calibrate(given, *, around, **rest):
+        stop.set()
+        assert around.stopped()
+        raise Stopped
+
+    monkeypatch.setattr(room, "calibrate", calibrate)
+    assert asyncio.run(search(package, 0.1, most_rows=4, cores=1, stop=stop)).interrupted
 
 
 def test_a_search_beside_a_neighbour_says_so_first(package, made_up, monkeypatch):

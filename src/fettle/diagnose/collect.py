@@ -31,7 +31,7 @@ from fettle.diagnose.collectors.waiting import all_threads_s, crowded, waiting
 from fettle.diagnose.evidence import Batches, Cost, Evidence, Fresh
 from fettle.generate import brief
 from fettle.machine import measure_peaks
-from fettle.measure import Surroundings
+from fettle.measure import Load
 from fettle.procs.limits import pages_fetched
 from fettle.techniques import probe_facts, unchanged
 from fettle.train import TrainingWorkload
@@ -61,7 +61,6 @@ def collect(measured: Workload | TrainingWorkload, seconds: float) -> Evidence:
         return evidence
 
     module = owner if isinstance(owner, torch.nn.Module) else None
-    around = Surroundings()
     began = time.perf_counter()
     records = any(tensor.requires_grad for tensor in tensors(call()))
     first_call_s = time.perf_counter() - began
@@ -119,7 +118,7 @@ def collect(measured: Workload | TrainingWorkload, seconds: float) -> Evidence:
         fresh=fresh,
         allocator={**allocator, "calls": len(plain)} if allocator else {},
         costs=costs,
-        load=around.look(waits),
+        load=Load(waits=waits),
     )
 
 

@@ -20,7 +20,7 @@ from fettle.diagnose.rules import findings as rule_findings
 from fettle.errors import UsageError, refusing
 from fettle.files import plain
 from fettle.machine import this_machine
-from fettle.measure import WorkerError
+from fettle.measure import WorkerError, busy_load
 from fettle.techniques import parts_lines
 from fettle.train import target_of, workload_of
 from fettle.units import count_text
@@ -200,6 +200,8 @@ def _of_workload(
             evidence = replace(evidence, compile=compile_health(target, backend="aot_eager", rounds=2, timeout_s=180.0))
         except UsageError as error:
             notes.append(f"compile health: not known, {error}")
+        examiner.loads.append(examiner.around.look())
+    evidence = replace(evidence, load=replace(busy_load(examiner.loads), waits=evidence.load.waits))
     faults, opportunities = _apart(joined(rule_findings(evidence), more, evidence.facts))
     return Diagnosis(
         target.name,

@@ -192,7 +192,7 @@ class Evidence:
     crowded: float = 0.0
     """Share of the plain calls in which threads that could have run had no core: other programs took it."""
     load: Load = field(default_factory=Load)
-    """What others took while it was gathered; of waiting for a core what plain calls did."""
+    """What others took while it was gathered, recorded and compiled; of waiting for a core what plain calls did."""
     load_s: float = 0.0
     first_call_s: float = 0.0
     gc_s: float = 0.0

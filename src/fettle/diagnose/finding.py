@@ -95,8 +95,7 @@ class Verified:
     @property
     def under(self) -> str:
         """What `speedup` is of, to stand before it; empty on a quiet machine."""
-        load = "" if self.load.is_quiet else f" ({self.load})"
-        return "" if self.is_quiet else f"on a busy machine{load}, with the time spent waiting for a core taken out, "
+        return "" if self.is_quiet else self.load.waiting_taken_out
 
     @property
     def elapsed(self) -> str:

@@ -16,7 +16,7 @@ from fettle.diagnose.finding import Finding
 from fettle.diagnose.rules.snapshot import snapshot_findings
 from fettle.diagnose.rules.trace import trace_findings
 from fettle.errors import UsageError
-from fettle.measure import Worker, WorkerError, messages
+from fettle.measure import Load, Surroundings, Worker, WorkerError, messages
 from fettle.memory import analyse, verdict
 from fettle.memory import read as read_snapshot
 from fettle.recipe import Recipe
@@ -228,6 +228,8 @@ class Examiner:
     def __init__(self, target: Target) -> None:
         self._target = target
         self._worker: Worker | None = None
+        self.around, self.loads = Surroundings(), list[Load]()
+        """What others had of the machine meanwhile, by collector."""
 
     def examine(self, collector: str, seconds: float, path: str = "") -> messages.Examined:
         """What ``module:function`` of this room finds.
@@ -240,11 +242,14 @@ class Examiner:
             self._worker = worker
         try:
             request = messages.Examine(f"fettle.diagnose.{collector}", seconds, path)
-            return self._worker.ask(request, messages.Examined, _LONGEST_S)
+            self.around.mark()
+            answer = self._worker.ask(request, messages.Examined, _LONGEST_S)
         except WorkerError as error:
             if error.kind != "error":  # anything but an exception, and the process is gone
                 self.close()
             raise
+        self.loads.append(self.around.look())
+        return answer
 
     def close(self) -> None:
         if self._worker is not None:

@@ -5,7 +5,7 @@ Other rooms use `race`, which measures recipes side by side, and the plain data 
 
 from fettle.estimates import Interval
 from fettle.measure._candidates import Held
-from fettle.measure._load import Load, busy_load, mean_load
+from fettle.measure._load import Load, busy_load
 from fettle.measure._pace import FAR
 from fettle.measure._priority import READY, may_go_first, prefer
 from fettle.measure._process import Worker, WorkerError, close_all, fork_server
@@ -40,6 +40,6 @@ __all__ = [
     "ENOUGH", "FAR", "READY", "Accuracy", "Candidate", "Held", "Interval", "Judge", "Load", "Patience", "Progress",
     "Rules", "Slice", "Startup", "Stop", "Surroundings", "Trial", "Worker", "WorkerError", "busy_load", "by_process",
     "by_round", "close_all", "contrast_interval", "fetching", "fork_server", "is_vague", "log_interval", "log_times",
-    "may_go_first", "mean_load", "paired", "pareto", "places", "prefer", "process_logs", "race", "ratio_interval",
-    "typed", "verdict",
+    "may_go_first", "paired", "pareto", "places", "prefer", "process_logs", "race", "ratio_interval", "typed",
+    "verdict",
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -74,6 +75,12 @@ class Load:
         """What figures that were measured under it are of, to stand before them; empty on a quiet machine."""
         return "" if self.is_quiet else f"On a busy machine ({self}): "
 
+    @property
+    def waiting_taken_out(self) -> str:
+        """The same of figures without the time for which slices waited. The mean of all slices may be quiet."""
+        load = "" if self.is_quiet else f" ({self})"
+        return f"On a busy machine{load}, with the time spent waiting for a core taken out: "
+
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Load:
         """The inverse of `fettle.files.plain`: what is null, or is not there, was not known."""
@@ -142,31 +149,45 @@ def gpu_memory(uuid: str) -> tuple[float, float]:
         return math.inf, 0.0
 
 
-_LOOK_BACK_US = 1_000_000
+def gpus_in_use(own: Collection[int]) -> list[str]:
+    """The GPUs that one of the processes `own` computes on, by UUID, as far as NVML says so."""
+    used = []
+    with contextlib.suppress(Exception):  # NVML raises its own types, and may be absent altogether
+        import pynvml
+
+        pynvml.nvmlInit()
+        for number in range(pynvml.nvmlDeviceGetCount()):
+            device = pynvml.nvmlDeviceGetHandleByIndex(number)
+            if any(one.pid in own for one in pynvml.nvmlDeviceGetComputeRunningProcesses(device)):
+                used.append(pynvml.nvmlDeviceGetUUID(device))
+    return used
 
 
-def with_gpu(load: Load, uuid: str, own: Collection[int]) -> Load:
-    """`load` with that of the GPU of this `uuid`, of which the processes `own` are ours; unchanged where NVML is not
-    there or does not say.
+def with_gpu(load: Load, uuid: str, own: Collection[int], over_s: float = 1.0) -> Load:
+    """`load` with that of the GPU of this `uuid` in the last `over_s` seconds, one at least, of which the processes
+    `own` are ours; unchanged where NVML is not there or does not say.
 
     Calls: NVIDIA's *NVML API Reference Guide*, "Device Queries". NVML may know other process numbers than we do (in a
-    container): where none of ours is on the device by its account, nothing is said of the others.
+    container): where none of ours is on the device by its account, nothing is said of the others. Some drivers list
+    processes by their numbers in the container and sample them by those outside (HAMi-core, issue 112): samples of no
+    process that is listed decide nothing.
     """
     try:
         nvml, device = nvml_of(uuid)
         running = {process.pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(device)}
     except Exception:
         return load
-    if running & set(own):
+    others = running.difference(own)
+    if others != running:
         try:
-            since = int(time.time() * 1e6) - _LOOK_BACK_US
+            since = int((time.time() - max(over_s, 1.0)) * 1e6)
             samples = nvml.nvmlDeviceGetProcessUtilization(device, since)
         except Exception:  # no samples since then: nobody used it
             samples = []
         busiest: dict[int, float] = {}
         for sample in samples:
             # One from a moment that is still to come was taken before the clock was set back.
-            if sample.pid not in own and sample.timeStamp <= time.time() * 1e6:
+            if sample.pid in others and sample.timeStamp <= time.time() * 1e6:
                 busiest[sample.pid] = max(busiest.get(sample.pid, 0.0), sample.smUtil / 100)
         load = replace(load, gpu=max(sum(busiest.values()), load.gpu))  # the first where the second is NaN
     try:

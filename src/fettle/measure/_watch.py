@@ -22,7 +22,7 @@ from typing import TypeVar
 
 import psutil
 
-from fettle.measure._load import Load, with_gpu
+from fettle.measure._load import Load, gpus_in_use, with_gpu
 from fettle.procs.limits import affinity, control_groups
 
 _WINDOW_S = 0.5
@@ -83,7 +83,9 @@ def read_machine() -> Reading:
 class Watch:
     """Follows the machine while our processes are timed. `own_s` is told what CPU time they had."""
 
-    def __init__(self, read: Callable[[], Reading] | None = None) -> None:
+    def __init__(self, read: Callable[[], Reading] | None = None, stopped: Callable[[], bool] = lambda: False) -> None:
+        self.stopped = stopped
+        """Whether somebody wants an end: nothing is waited for then."""
         self.gpus: Sequence[str] = ()
         """What is looked at beside the cores, by UUID;"""
         self.own: set[int] = set()
@@ -122,14 +124,14 @@ class Watch:
             clock=(last.clock_mhz or 0.0) / self._fastest_mhz if is_hot else math.nan,
         )
         for gpu in self.gpus:
-            load = with_gpu(load, gpu, self.own)
+            load = with_gpu(load, gpu, self.own, last.at_s - first.at_s)
         return load
 
     def wait_for_quiet(self, most_s: float) -> bool:
         """Wait, all our processes stopped, until nobody else is busy; whether that came within `most_s`."""
         end = time.monotonic() + most_s
         self.restart()
-        while time.monotonic() < end:
+        while time.monotonic() < end and not self.stopped():
             time.sleep(min(0.3, max(0.0, end - time.monotonic())))
             self.mark()
             load = self.load()
@@ -267,46 +269,46 @@ def _core_files(name: str) -> list[Path]:
 
 
 class Surroundings(Watch):
-    """A watch over what is timed otherwise than in a race: by this process and its children, whose CPU time it reads
-    itself, as that of the processes `also` and theirs."""
+    """A watch over what is timed otherwise than in a race: by this process and its children, whose CPU time and GPUs it
+    finds itself, as those of the processes `also` and theirs."""
 
     _before_s = 0.0
 
-    def __init__(self, also: Collection[int] = ()) -> None:
+    def __init__(self, also: Collection[int] = (), stopped: Callable[[], bool] = lambda: False) -> None:
         self._also, self._patience = also, Patience(WAIT_S)
-        super().__init__()
+        super().__init__(stopped=stopped)
 
     def mark(self, own_s: float = 0.0) -> None:
         """Something begins, or ends."""
-        family_s = _family_s(self._also)
+        family, family_s = _family(self._also)
+        self.own |= family
         own_s += max(0.0, family_s - self._before_s)
         self._before_s = family_s
         super().mark(own_s)
 
     def look(self, waits: float = math.nan) -> Load:
-        """What others took since the last mark, and half a second at least. `waits` as for `load`."""
+        """What others took since the last mark, and half a second at least: of the GPUs, too, that our processes are on
+        now. `waits` as for `load`."""
         self.mark()
+        self.gpus = gpus_in_use(self.own)
         return self.load(waits)
 
-    def again(self, load: Load) -> bool:
-        """Whether to measure anew what was measured under this load: others disturbed it and are gone. Waits for that,
-        our processes at rest, while there is patience."""
-        if load.is_quiet:
-            self._patience.given_up = False
-        may_wait = not (load.is_quiet or load.is_quota) and self._patience.may_wait()
-        return may_wait and self._patience.wait(self, math.inf)
-
     def watched(self, measure: Callable[[], T]) -> tuple[T, Load]:
-        """What `measure` returns, and what others took meanwhile: of a second time where they disturbed the first."""
+        """What `measure` returns, and what others took meanwhile: of a second time where they disturbed the first and
+        are gone. Waits for that, our processes at rest, while there is patience."""
         if time.monotonic() - self._readings[-1][0].at_s > _JUST_NOW_S:
             self.mark()
         found, load = measure(), self.look()
-        return (measure(), self.look()) if self.again(load) else (found, load)
+        if load.is_quiet:
+            self._patience.given_up = False
+        elif not load.is_quota and self._patience.may_wait() and self._patience.wait(self, math.inf):
+            found, load = measure(), self.look()
+        return found, load
 
 
-def _family_s(also: Collection[int]) -> float:
-    """CPU seconds of the children of this process, and of the processes `also` with theirs, those that have ended
-    included."""
+def _family(also: Collection[int]) -> tuple[set[int], float]:
+    """This process with its children, and the processes `also` with theirs: their numbers, and CPU seconds of all but
+    this one, those that have ended included."""
     mine = os.times()
     total = mine.children_user + mine.children_system
     running = set[psutil.Process]()
@@ -319,4 +321,4 @@ def _family_s(also: Collection[int]) -> float:
             times = process.cpu_times()
             if process.pid != os.getpid():  # what it had is in each `Reading`
                 total += times.user + times.system + times.children_user + times.children_system
-    return total
+    return {process.pid for process in running}, total

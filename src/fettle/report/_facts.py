@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fettle.generate.speed import Generation
-from fettle.measure import Trial, mean_load, pareto
+from fettle.measure import Load, Trial, busy_load, pareto
 from fettle.recipe import Recipe
 from fettle.report import _format as fmt
 from fettle.result import Outcome, call_ms, goal_figure
@@ -193,8 +193,8 @@ def disturbed(result: Outcome) -> list[Trial]:
 
 def load_of(*trials: Trial | None) -> str:
     """What others took, in brackets with a space before; empty where that was little on the mean of all slices."""
-    loads = [trial.load for trial in trials if trial is not None and not trial.load.is_quiet]
-    return f" ({mean_load(loads)})" if loads else ""
+    load = busy_load(trial.load for trial in trials if trial is not None)
+    return "" if load.is_quiet else f" ({load})"
 
 
 def under(trial: Trial, asked: bool = False, given: Trial | None = None) -> str:
@@ -202,10 +202,9 @@ def under(trial: Trial, asked: bool = False, given: Trial | None = None) -> str:
     `asked`: the user wanted it measured beside whatever else the machine does."""
     if trial.is_quiet:
         return ""
-    load = load_of(trial) or load_of(given)
     if asked:
-        return f"Measured under load, as asked{load}: "
-    return f"On a busy machine{load}, with the time spent waiting for a core taken out: "
+        return f"Measured under load, as asked{load_of(trial) or load_of(given)}: "
+    return (given if given is not None and trial.load.is_quiet else trial).load.waiting_taken_out
 
 
 def elapsed(trial: Trial) -> str:
@@ -227,8 +226,8 @@ def load_lines(trials: Sequence[Trial], asked: bool = False) -> list[str]:
     busy = [trial for trial in trials if not trial.is_quiet and trial.recipe.levels]
     given = next((trial for trial in trials if not trial.recipe.levels), None)
     said = "Measured under load, as asked:" if asked else (
-        "On a busy machine, with the time spent waiting for a core taken out: what to expect on a quiet one, for it "
-        "was not quiet for long enough to be measured on one."
+        f"{Load().waiting_taken_out}what to expect on a quiet one, for it was not quiet for long enough to be measured "
+        "on one."
     )  # fmt: skip
     return [said, *(_load_line(trial, given, asked) for trial in busy)] if busy else []
 

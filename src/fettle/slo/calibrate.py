@@ -71,18 +71,17 @@ def sizes_up_to(most: int) -> list[int]:
 
 def calibrate(
     package: Package, *, most: int, workers: int = 1, threads: int = 1, device: str = "cpu", limit_s: float = 0.0,
-    seconds: float = 1.0, on_progress: Callable[[str], None] = lambda text: None,
-    stopped: Callable[[], bool] = lambda: False, around: Surroundings | None = None,
+    seconds: float = 1.0, on_progress: Callable[[str], None] = lambda text: None, around: Surroundings | None = None,
 ) -> Calibration:  # fmt: skip
     """Samples of seconds a call, by rows, with so many workers computing at once.
 
     Between two sizes whose neighbours do not lie on a line the size in the middle is measured too: cost curves have
     steps. A package with buckets is timed at those. Sizes whose call alone takes longer than the limit are left out,
     but for the first. Failures of the workers are part of what is returned. A size that others disturbed is timed again
-    once they are gone, as far as `around` waits for that. Raises `Stopped` between two sizes once `stopped` says so.
+    once they are gone, as far as `around` waits for that. Raises `Stopped` between two sizes once it is stopped.
     """
     calibration, around = Calibration(), around or Surroundings()
-    if stopped():
+    if around.stopped():
         raise Stopped
     processes = _Workers(package, workers, threads, device)
     try:
@@ -91,7 +90,7 @@ def calibrate(
         buckets = package.settings.buckets
         todo = [*buckets[: bisect_left(buckets, most) + 1]] or sizes_up_to(most)
         while todo:
-            if stopped():
+            if around.stopped():
                 raise Stopped
             size = todo.pop(0)
             on_progress(f"cost of {count_text(size, 'row')}, {workers} x {count_text(threads, 'thread')}, {device}")

@@ -201,7 +201,7 @@ class Outcome(Generic[P]):
     tests_kept: int = 0
     """and how many of them had been made by an earlier run of the same search."""
     loads: list[Load] = field(default_factory=list)
-    """What others had of the machine during each of them, and during each calibration."""
+    """What others had of the machine during each of them, and while each cost was measured."""
     interrupted: bool = False
     seconds: float = 0.0
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -28,6 +29,7 @@ from fettle.slo.server_process import ServerFailure, ServerProcess, ServerStats
 from fettle.slo.simulate import Costs, simulate
 from fettle.units import rate_text
 
+T = TypeVar("T")
 LATE = "the load generator was late itself in tests that failed: what was measured is a lower bound"
 """A late generator makes latencies longer, never shorter: what passes has passed."""
 STEPS_DOWN = (0.85, 0.7, 0.5)
@@ -47,7 +49,7 @@ def load_test_s(rate: float, seconds: float, requests: int = REQUESTS) -> float:
 async def bracket(
     point: Proven, result: Outcome[Any], journal: Journal, expected: float, to_beat: float, *, near: bool,
     key: Callable[[float], str], start: Callable[[], Awaitable[ServerProcess]],
-    test: Callable[[ServerProcess, float], Awaitable[Tested]], on_test: Callable[[float], None],
+    test: Callable[[ServerProcess, float], Coroutine[Any, Any, Tested]], on_test: Callable[[float], None],
     around: Surroundings,
 ) -> None:  # fmt: skip
     """Find the greatest rate at which a point keeps the limits in at most four tests, 0 if in none.
@@ -66,10 +68,8 @@ async def bracket(
             if tested is None:
                 on_test(rate)
                 served = served or await start()
-                around.mark()
-                tested, load = await test(served, rate), around.look()
-                if await asyncio.to_thread(around.again, load):
-                    tested, load = await test(served, rate), around.look()
+                made = await watched(around, partial(test, served, rate))
+                tested, load = made
                 tested.run |= {"is_quiet": load.is_quiet, "load": plain(load)}
                 journal.put(key(rate), tested)
             else:
@@ -93,6 +93,12 @@ async def bracket(
     finally:
         if served is not None:
             await served.close()
+
+
+async def watched(around: Surroundings, measure: Callable[[], Coroutine[Any, Any, T]]) -> tuple[T, Load]:
+    """`Surroundings.watched` of what runs in this event loop, which goes on meanwhile."""
+    loop = asyncio.get_running_loop()
+    return await asyncio.to_thread(around.watched, lambda: asyncio.run_coroutine_threadsafe(measure(), loop).result())
 
 
 async def loaded(served: ServerProcess, requests: list[Request], due: np.ndarray[Any, Any], **options: Any) -> Run:

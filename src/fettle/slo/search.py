@@ -14,10 +14,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from fettle.files import plain
 from fettle.journal import Journal
 from fettle.load.arrivals import poisson
-from fettle.measure import Surroundings
+from fettle.measure import Load, Surroundings
 from fettle.package.manifest import Package
 from fettle.procs.limits import granted_memory_bytes
 from fettle.slo.calibrate import Calibration, Stopped, calibrate
@@ -25,7 +27,7 @@ from fettle.slo.kept import open_journal, package_key
 from fettle.slo.outcome import explain, front, how_much_slower
 from fettle.slo.overheads import Overheads, measure_overheads
 from fettle.slo.points import Branch, Failure, Measured, Point, SearchResult, Setting, Variant
-from fettle.slo.proof import load_test_s, prove, sample_requests, serve_settings
+from fettle.slo.proof import load_test_s, prove, sample_requests, serve_settings, watched
 from fettle.slo.ranking import Known, between, rank, worker_splits
 from fettle.slo.server_process import ServerFailure, ServerProcess
 from fettle.slo.simulate import capacity, simulate
@@ -97,7 +99,7 @@ class _Search:
         self._simulated: Known = {}
         self._lender: Measured | None = None
         """The branch that lends what serving adds to those with which it was not measured."""
-        self._around = Surroundings()
+        self._around = Surroundings(stopped=stop.is_set)
 
     # -- costs -------------------------------------------------------------------------------------------------------
 
@@ -131,8 +133,7 @@ class _Search:
             else:
                 calibration = await asyncio.to_thread(
                     calibrate, package, most=most, workers=branch.workers, threads=branch.threads,
-                    device=branch.device, limit_s=self.result.limit_s, on_progress=self.progress,
-                    stopped=self.stop.is_set, around=self._around,
+                    device=branch.device, limit_s=self.result.limit_s, on_progress=self.progress, around=self._around,
                 )  # fmt: skip
             if calibration.samples:  # memory may be free the next time
                 self.journal.put(key, calibration)
@@ -219,13 +220,17 @@ class _Search:
                 served = await ServerProcess.start(package, settings, self.trust)
                 try:
                     requests = sample_requests(package, served.url)
-                    overheads = await measure_overheads(served, requests, curve, workers=branch.workers, max_rows=rows)
+                    overheads, load = await watched(self._around, lambda: measure_overheads(
+                        served, requests, curve, workers=branch.workers, max_rows=rows
+                    ))  # fmt: skip
                 finally:
                     await served.close()
             except ServerFailure as failure:
                 self.result.failures.append(Failure(f"a server with {branch}", str(failure)))
                 return None
+            self.journal.put(f"load, {key}", plain(load))
             self.journal.put(key, overheads)
+        self.result.loads.append(Load.from_json(self.journal.answer(f"load, {key}", dict[str, Any]) or {}))
         return overheads
 
     async def refine_workers(self) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from fettle.errors import UsageError
 from fettle.files import plain
-from fettle.measure import Load, Surroundings, busy_load
+from fettle.measure import Surroundings
 from fettle.package.manifest import Package
 from fettle.package.settings import powers
 from fettle.procs.child import Child, ChildError, Request
@@ -66,11 +66,6 @@ class TextCosts(msgspec.Struct, dict=True):
     """Why, by what was tried."""
     in_parts: bool = True
     """Whether prompts are computed in parts: an encoder reads them at once."""
-
-    @property
-    def load(self) -> Load:
-        """What others had of the machine."""
-        return busy_load(map(Load.from_json, self.loads))
 
     def writing_table(self, longest: int) -> list[list[float]]:
         """Seconds of a step by texts (from 0) and by what the longest keeps, in steps of `GRAIN`."""
@@ -135,13 +130,12 @@ def cells(rows: int, prompt: int, whole: int, *, keeps: bool, in_parts: bool = T
 
 def calibrate_texts(
     package: Package, *, most: int, prompt: int, whole: int, threads: int = 1, device: str = "cpu",
-    on_progress: Callable[[str], None] = lambda text: None, stopped: Callable[[], bool] = lambda: False,
-    around: Surroundings | None = None,
+    on_progress: Callable[[str], None] = lambda text: None, around: Surroundings | None = None,
 ) -> TextCosts:  # fmt: skip
     """Time steps of up to `most` texts of up to `whole` tokens, of which prompts have up to `prompt`.
 
     What fails is kept with its reason, and nothing larger is tried. A cell that others disturbed is timed again once
-    they are gone, as far as `around` waits for that. Raises `Stopped` between two cells.
+    they are gone, as far as `around` waits for that. Raises `Stopped` between two cells once it is stopped.
     """
     costs, around = TextCosts(), around or Surroundings()
     with Child("fettle.slo.text_costs", variables={"OMP_NUM_THREADS": str(threads)}) as child:
@@ -151,7 +145,7 @@ def calibrate_texts(
             writing, prompts = cells(costs.rows, prompt, whole, keeps=costs.keeps, in_parts=costs.in_parts)
             for name, todo, into in (("prompts", prompts, costs.prompts), ("writing", writing, costs.writing)):
                 for number, cell in enumerate(todo, 1):
-                    if stopped():
+                    if around.stopped():
                         raise Stopped
                     rows, new = count_text(cell.rows, "text"), count_text(cell.new, "token")
                     tried = f"{name}, {rows} with {new} after {cell.kept}"

@@ -26,7 +26,7 @@ from fettle.journal import Journal
 from fettle.load.arrivals import poisson
 from fettle.load.run import TextLimits, as_data
 from fettle.load.texts import TextLine, text_requests
-from fettle.measure import Surroundings
+from fettle.measure import Load, Surroundings
 from fettle.package.handlers.generate import Settings
 from fettle.package.handlers.text import read_tokenizer
 from fettle.package.manifest import Package
@@ -179,7 +179,7 @@ class _Search:
         self.on_progress, self.stop, self.seconds = on_progress, stop, seconds
         self.longest = max(map(sum, zip(result.prompts, result.outputs, strict=True)))
         self.failed: set[TextSetting] = set()
-        self.around = Surroundings()
+        self.around = Surroundings(stopped=stop.is_set)
 
     async def calibrate(self, most: int, engine: Engine, device: str) -> None:
         """What steps cost."""
@@ -190,13 +190,13 @@ class _Search:
         if costs is None:
             costs = await asyncio.to_thread(
                 calibrate_texts, package, most=most, prompt=prompt, whole=self.longest, threads=threads,
-                device=device, on_progress=self.on_progress, stopped=self.stop.is_set, around=self.around,
+                device=device, on_progress=self.on_progress, around=self.around,
             )  # fmt: skip
             if costs.writing:  # memory may be free the next time
                 self.journal.put(key, costs)
         if costs.writing and (costs.prompts or not costs.keeps):
             result.costs[engine], result.scale[engine] = costs, 1.0
-            result.loads.append(costs.load)
+            result.loads += map(Load.from_json, costs.loads)
         of = f"{engine[0]}: " if engine[0] else ""
         result.failures += [Failure(of + what, why) for what, why in costs.failures.items()]
 

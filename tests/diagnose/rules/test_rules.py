@@ -383,7 +383,7 @@ class TestVerify:
         assert (answer.is_quiet, answer.load, answer.elapsed_speedup) == (False, load, thrice)
         told = plain(_verified_json(answer))
         assert (told["is_quiet"], told["load"]["others"], told["elapsed_speedup"]["estimate"]) == (False, 0.5, 3)
-        assert _checked(answer).startswith("on a busy machine (others took 50% of the cores), with the time spent")
+        assert _checked(answer).startswith("On a busy machine (others took 50% of the cores), with the time spent")
         assert "; in time elapsed beside that load 3.00x [2.90, 3.10]: " in _checked(answer)
 
     def test_beside_the_workload_as_given(self, monkeypatch: pytest.MonkeyPatch) -> None:
