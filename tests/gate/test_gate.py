@@ -63,8 +63,8 @@ def git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Git:
         (Interval(1.031, 1.002, 1.05), "worse", 0),
         (Interval(1.02, 1.01, 1.029), "within", 0),
         (Interval(0.90, 0.80, 1.02), "within", 0),
-        (Interval(1.00, 0.96, 1.04), "cannot tell", 8),
-        (Interval(1.06, 0.98, 1.15), "cannot tell", 8),
+        (Interval(1.00, 0.96, 1.04), "cannot tell", 7),
+        (Interval(1.06, 0.98, 1.15), "cannot tell", 7),
         (Interval(1.0299, 0.99, 1.07), "cannot tell", 0),
         (None, "cannot tell", 0),
         (Interval(1.05, 0.0, math.inf), "cannot tell", 0),
@@ -80,7 +80,7 @@ def test_a_change_is_judged_by_its_interval_and_its_estimate(change, verdict, ne
 
 def test_a_speed_up_as_a_slowdown_and_in_words() -> None:
     assert percent(slowdown(Interval(0.8, 0.5, 1.25))) == "+25.0% [-20.0, +100.0]"
-    assert percent(slowdown(Interval(1.0, 0.0, math.inf))) == "too few rounds"
+    assert percent(slowdown(Interval(1.0, 0.0, math.inf))) == "interval too wide"
     assert (slowdown(None), percent(None)) == (None, "not measured")
 
 
@@ -110,6 +110,14 @@ def test_memory_is_judged_by_processes() -> None:
     most = [replace(one, peak_bytes=1110) for one in (old, new)]  # says nothing of the change
     shown = table(Gate("m", "old", "new", this_machine(), most, [judge("memory", change, 0.03, 4)], [], 60.0))
     assert shown.rows[0][1:3] == ("1001 B", "1.08 KiB")
+
+
+def test_two_processes_a_side_need_few_more_where_little_is_known_of_their_spread() -> None:
+    old, new = (Trial(Recipe(), "measured", peaks_bytes=peaks) for peaks in ((1000, 2000), (1010, 1980)))
+    found = judge("memory", more_memory(old, new, 0.05), 1.0, 2)
+    assert found.settled_by == "about 6 processes a side instead of 2 should settle it"
+    shown = table(Gate("m", "old", "new", this_machine(), [old, new], [found], [], 60.0))
+    assert "interval too wide" in [str(cell) for cell in shown.rows[0]]
 
 
 # -- revisions --------------------------------------------------------------------------------------------------------
@@ -227,6 +235,7 @@ def test_what_lies_between_two_commits_and_what_the_working_tree_is(git: Git, tm
         ("--against v1 --link absent", "--link: there is no absent"),
         ("--against v1 --link /etc", "--link: /etc does not lie in"),
         ("--against v1 --fail-slower 0", "--fail-slower is a share"),
+        ("--against v1 --fail-slower 3", "'3' is not a share, for example 20% or 0.2"),
         ("--against v1 --processes 1", "--processes of each side are 2 to 64"),
         ("--against v1 --json --markdown", "choose --json or --markdown"),
         ("--bisect v1", "write GOOD..BAD"),
@@ -402,6 +411,16 @@ def test_a_bisection_leaves_out_a_commit_whose_environment_cannot_be_built(git: 
     assert "cannot be built" in found.steps[1].verdict
 
 
+def test_a_bisection_up_to_what_does_not_run_is_one_line(git: Git, monkeypatch) -> None:
+    class Broken(_MadeUp):
+        def race(self, sides, rules) -> list[Trial]:
+            return [*super().race(sides[:1], rules), Trial(Recipe(), "failed", reason="no module named x")]
+
+    monkeypatch.setattr(racing, "Ground", Broken)
+    with pytest.raises(UsageError, match=r"commit 4: no module named x"):
+        bisecting.bisect("model.py", "v1", "v4", Settings())
+
+
 def test_a_bisection_takes_no_answers_of_one_that_asked_less_strictly(git: Git, monkeypatch, tmp_path: Path) -> None:
     raced: list[int] = []
 
@@ -430,8 +449,8 @@ def test_a_page_and_a_comment_escape_what_they_show(tmp_path: Path) -> None:
     assert "❓" in text
     assert "`@all`" not in text
     assert "`abc <script>alert(1)</script> '@all' / x`" in text
-    assert "about 12 processes a side" in text
-    assert "(about 3.0 minutes)" in text
+    assert "about 9 processes a side" in text
+    assert "(about 2.2 minutes)" in text
     step = bisecting.Step("c", "c", None, "left out: <b>`@all` | x")
     text = bisection_markdown(bisecting.Bisection("a", "b", 2, None, [step], ["c"], "It is c.", "5%", ["a *note*"]))
     assert r"| left out: \<b\>\`@&#8203;all\` \| x |" in text

@@ -361,7 +361,9 @@ def test_techniques_that_findings_name_come_first_by_what_they_could_save() -> N
         ({"precision": "bf16"}, 0.2), ({}, 0.9), ({"compile": "default", "freeze": "on"}, 0.5),
         ({"precision": "x"}, 0.6),
     )]  # fmt: skip
-    assert guided._first(found) == ["precision", "compile", "freeze"]  # type: ignore[arg-type]
+    assert guided._first(found, {}) == ["precision", "compile", "freeze"]  # type: ignore[arg-type]
+    given = {"compile": ["off"], "precision": ["fp32", "bf16"]}
+    assert guided._first(found, given) == ["precision", "freeze"]  # type: ignore[arg-type]
 
 
 def test_without_a_pipeline_it_is_said_how_much_waits_for_one() -> None:

@@ -154,7 +154,7 @@ def test_a_ladder_grows_the_batch_until_the_limit(work: Path, tmp_path: Path, ru
         (["w.py", "--order", "precison"], "there is no technique 'precison'"),
         (["w.py", "--technique", "precision=bf17"], "bf17"),
         (["w.py", "--recipe", "nonsense"], "is not TECHNIQUE=LEVEL"),
-        (["w.py", "--recipe", "python=old"], "there is no environment 'old': name it, --python"),
+        (["w.py", "--design=ladder", "--recipe=python=old"], "there is no environment 'old': name it, --python"),
         (["w.py", "--python", "/nowhere"], "there is no interpreter /nowhere"),
         (["w.py", "--rounds", "1"], "--rounds 1"),
         (["w.py", "--only"], "--only: name the techniques that are varied"),
@@ -163,6 +163,9 @@ def test_a_ladder_grows_the_batch_until_the_limit(work: Path, tmp_path: Path, ru
         (["w.py", "--grow-batch", "2GiB"], "--grow-batch is for a ladder: --design ladder"),
         (["w.py", "--design", "ladder", "--grow-batch", "much"], "'much' is not a size"),
         (["w.py", "--cells", "1"], "--cells 1"),
+        (["w.py", "--cells", "9", "--design", "ladder"], "--cells 9: --design ladder goes step by step"),
+        (["w.py", "--recipe", "grad=no_grad", "--design", "pairs"], "--recipe is for a ladder, an ablation or"),
+        (["--from-csv", "t.csv", "--design", "pairs"], "--from-csv reads what was measured"),
         (["w.py", "--factor", "machine=1,2"], "rename the argument"),
         (["w.py", "--max-error", "nan"], "max error must be above 0"),
         (["w.py", "--budget", "soon"], "is not a duration"),
@@ -288,7 +291,7 @@ def test_workloads_share_a_budget():
     assert both[0].session.costs.budget.seconds == pytest.approx(30.0, abs=5.0)
     free = [Workload("net", {}, timed(None), both[0].space)]
     whole = running._plan(free, Settings(design="ladder", rounds=5), time.monotonic())
-    assert whole.seconds == 4 * 2 * (10.0 + 5 * 1.0)  # each step in two processes
+    assert whole.seconds == 3 * 2 * (10.0 + 5 * 1.0)  # each step that is not known in two processes
 
 
 def test_of_a_budget_for_nothing_the_plan_has_the_workload_as_given():

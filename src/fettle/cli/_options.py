@@ -108,12 +108,12 @@ def limit_s(text: str | None, option: str) -> float:
 
 
 def share(text: str, option: str, below: float = 0.95) -> float:
-    """``20%`` or ``0.2`` as a number from 0 to `below`."""
+    """``20%`` or ``0.2`` as a number from 0 to `below`. A bare 3 is refused: it is hardly meant to be 300%."""
     try:
         value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
         value = -1.0
-    if not 0 <= value < below:
+    if not 0 <= value < (below if text.endswith("%") else min(1, below)):
         raise UsageError(f"{option}: {text!r} is not a share, for example 20% or 0.2")
     return value
 

@@ -150,9 +150,19 @@ def command(
     if published is not None and (design != "ladder" or from_csv is not None):
         raise UsageError("`published` stands beside a ladder that is measured: `design=ladder` with a target")
     theirs = read_ladder(published) if published is not None else {}
+    settings = Settings(
+        design=design, techniques=_options.levels(technique, "--technique"), only=only,
+        arguments=_options.levels(factor, "--factor"), pythons=tuple(python or ()),
+        order=tuple(name.strip() for name in order.split(",") if name.strip()),
+        start=None if recipe is None else _start(recipe), cells=cells, rounds=rounds,
+        grow_batch=None if grow_batch is None else _limit_bytes(grow_batch),
+        budget_s=_options.duration_s(budget, "--budget"), mode=mode, max_error=max_error, output=folder,
+        max_metric_drop=max_metric_drop, storage=storage, name=study or "", atlas=atlas, under_load=under_load,
+        polite=polite, trial_timeout_s=_options.duration_s(trial_timeout, "--trial-timeout"),
+    )  # fmt: skip
     if from_csv is not None:
-        if targets:
-            raise UsageError("`from_csv` reads what was measured: leave the targets out, or the table")
+        if targets or settings != Settings(output=folder):
+            raise UsageError("`from_csv` reads what was measured: leave out the targets and how to measure them")
         if os.path.realpath(from_csv) in map(os.path.realpath, (folder / "study.csv", *wanted.values())):
             raise UsageError(f"{from_csv} would be written over: give another `output`")
         table = read_csv(from_csv, response=response or (), factors=factors or (), group_by=group_by or ())
@@ -164,16 +174,6 @@ def command(
         check_name(study)
     elif enqueue:
         raise UsageError("`enqueue` begins a study that workers find by its name: give it one, `study=NAME`")
-    settings = Settings(
-        design=design, techniques=_options.levels(technique, "--technique"), only=only,
-        arguments=_options.levels(factor, "--factor"), pythons=tuple(python or ()),
-        order=tuple(name.strip() for name in order.split(",") if name.strip()),
-        start=None if recipe is None else _start(recipe), cells=cells, rounds=rounds,
-        grow_batch=None if grow_batch is None else _limit_bytes(grow_batch),
-        budget_s=_options.duration_s(budget, "--budget"), mode=mode, max_error=max_error, output=folder,
-        max_metric_drop=max_metric_drop, storage=storage, name=study or "", atlas=atlas, under_load=under_load,
-        polite=polite, trial_timeout_s=_options.duration_s(trial_timeout, "--trial-timeout"),
-    )  # fmt: skip
     if enqueue:
         _enqueue(targets or [], settings, as_json)
         return

@@ -70,7 +70,8 @@ def bisect(
     questions that the search can ask and the races that each may take. That holds where one commit made the difference;
     where several did, a commit in the middle may be near neither, and the range is all that is reported.
 
-    What is known goes into the history at once, and an interrupted search goes on from there.
+    What is known goes into the history at once, and an interrupted search goes on from there. Raises `UsageError` where
+    GOOD or BAD does not run.
     """
     settings = settings or Settings()
     ground = ground_for(target, settings, on_progress)
@@ -139,6 +140,8 @@ class _Search:
             trials = self.ground.race(sides, self.ground.rules(processes))
             suspect = trials[-1]
             if not suspect.ok:
+                if commit == self.bad:
+                    raise UsageError(f"{name}: {suspect.reason}")
                 return Step(commit, name, None, f"left out: {suspect.reason}")
             change, verdict = slowdown(suspect.speedup), self._answer(trials)
             if verdict != "cannot tell":

@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 
+from fettle.estimates import student
 from fettle.measure import Interval, Trial, contrast_interval
 
 Verdict = Literal["worse", "within", "cannot tell"]
@@ -62,11 +63,13 @@ def judge(what: str, change: Interval | None, limit: float, processes: int) -> J
         return Judged(what, change, limit, "worse", processes)
     if change.is_known and high < most:
         return Judged(what, change, limit, "within", processes)
-    # An estimate above the limit must be told from no change, one below it from the limit.
+    # An estimate above the limit must be told from no change, one below it from the limit. Intervals narrow with the
+    # root of the number of processes and with Student's quantile: from two a side to four by far more than the root.
     distance, half = (estimate if estimate > most else most - estimate), (high - low) / 2
-    needs = processes * (half / distance) ** 2 if distance > 0 and math.isfinite(half) else math.inf
-    whole = max(processes + 1, math.ceil(needs)) if needs <= MOST_PROCESSES else 0
-    return Judged(what, change, limit, "cannot tell", processes, whole)
+    of_one = half * math.sqrt(processes) / student(2 * processes - 2, 0.05)
+    more = range(processes + 1, MOST_PROCESSES + 1)
+    needs = next((n for n in more if of_one * student(2 * n - 2, 0.05) / math.sqrt(n) < distance), 0)
+    return Judged(what, change, limit, "cannot tell", processes, needs)
 
 
 def slowdown(speedup: Interval | None) -> Interval | None:
@@ -95,7 +98,7 @@ def overall(judged: Sequence[Judged]) -> Verdict:
 def percent(change: Interval | None) -> str:
     """``+3.1% [+2.2, +4.0]``."""
     if change is None or not change.is_known:
-        return "not measured" if change is None else change.text
+        return "not measured" if change is None else "interval too wide"
     low, high = (f"{100 * (end - 1):+.1f}" for end in (change.low, change.high))
     return f"{100 * (change.estimate - 1):+.1f}% [{low}, {high}]"
 

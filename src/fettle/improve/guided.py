@@ -240,7 +240,7 @@ def _diagnose(run: _Run, results: Mapping[str, Any]) -> Step:
     diagnosis = diagnose(run.target, seconds=_DIAGNOSE_S, mode=run.settings.mode, on_progress=run.say)
     write_text(run.folder / "diagnosis.html", diagnosis_page(diagnosis, (), run.command))
     every = [*diagnosis.findings, *diagnosis.opportunities]
-    first = _first(every)
+    first = _first(every, run.settings.techniques)
     lines = [_line(one, diagnosis.verdict) for one in every[:_MOST_LINES]]
     waits_s = diagnosis.evidence.loading.seconds if diagnosis.evidence is not None else 0.0
     share = waits_s / diagnosis.wall_s if diagnosis.wall_s > 0 else 0.0
@@ -260,10 +260,11 @@ def _line(finding: Finding, verdict: str) -> str:
     return f"{finding.says} {advice}{f' (could save {finding.most})' if finding.most else ''}"
 
 
-def _first(findings: Sequence[Finding]) -> list[str]:
-    """Techniques that findings name, the one that could save most first."""
+def _first(findings: Sequence[Finding], techniques: Mapping[str, str | Sequence[str]]) -> list[str]:
+    """Techniques that findings name, the one that could save most first, but those that `techniques` pins."""
+    pinned = {name for name, levels in check_techniques(techniques).items() if len(levels) == 1}
     ranked = sorted((one for one in findings if one.levels), key=lambda one: -one.bound)
-    return list(dict.fromkeys(name for one in ranked for name in one.levels))
+    return list(dict.fromkeys(name for one in ranked for name in one.levels if name not in pinned))
 
 
 def _data(run: _Run, results: Mapping[str, Any]) -> Step:

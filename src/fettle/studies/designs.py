@@ -152,8 +152,9 @@ def check(design: str, most: int | None) -> None:
     """Raise `UsageError` for an unknown design, and for an impossible number of combinations."""
     if design not in NAMES:
         raise UsageError(f"unknown design {design!r}: there are {', '.join(NAMES)}")
-    if most is not None and most < 2:
-        raise UsageError(f"`cells={most}`: a study needs at least two combinations")
+    if most is not None and (most < 2 or design in STEPS):
+        why = f"`design={design}` goes step by step" if design in STEPS else "a study needs at least two combinations"
+        raise UsageError(f"`cells={most}`: {why}")
 
 
 def fitting(seconds: Sequence[float], budget_s: float) -> int:

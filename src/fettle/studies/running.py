@@ -169,8 +169,9 @@ def _plan(workloads: Sequence[Workload], settings: Settings, began: float) -> Pl
             left_s = max(0.0, settings.budget_s - spent_s) / (len(running) - place)
         if settings.design in designs.STEPS:
             most = designs.about(settings.design, workload.space, settings.start)
+            known = min(most, len(workload.trials()))
             each_s = session.rules.replicates * session.costs.seconds_for(Recipe(), settings.rounds)
-            parts.append(Part(workload.name, most, len(workload.trials()), min(most * each_s, left_s)))
+            parts.append(Part(workload.name, most, known, min((most - known) * each_s, left_s)))
             continue
         whole = len(workload.cells)
         if settings.budget_s is not None:

@@ -91,6 +91,8 @@ def _check(settings: Settings) -> None:
         raise UsageError("`only`: name the techniques that are varied, `technique='NAME=LEVEL,LEVEL'`")
     if settings.start is not None:
         check_names(settings.start.without(PYTHON.name))
+        if settings.design not in (*designs.STEPS, "sensitivity"):
+            raise UsageError(f"`recipe` is for a ladder, an ablation or a sensitivity, not `design={settings.design}`")
     known = {PYTHON.name, *(technique.name for technique in CATALOGUE)}
     if unknown := [name for name in settings.order if technique_and_part(name)[0] not in known]:
         raise UsageError(f"`order`: there is no technique {unknown[0]!r}")
