@@ -318,7 +318,8 @@ def test_nothing_is_made_between_slices() -> None:
             assert process.call(TakeSlice(0.05), Slice, 60.0).batches
             workers = [child for child in psutil.Process(process.pid).children() if child.name() == "pt_data_worker"]
             assert len(workers) == 2
-            assert {worker.status() for worker in workers} == {psutil.STATUS_STOPPED}
+            # The signal was sent; on a busy machine a process that runs on the other core may see it later.
+            assert by_then(lambda all_=workers: {one.status() for one in all_} == {psutil.STATUS_STOPPED})
     finally:
         here.close()
 
