@@ -56,6 +56,21 @@ def compile_caches(here: Environment) -> Iterator[Finding]:
 
 
 @check()
+def no_bytecode(here: Environment) -> Iterator[Finding]:
+    """Installed modules that Python compiles in every process anew."""
+    if here.torch is None or here.variables.get("PYTHONPYCACHEPREFIX"):
+        return
+    folder = f"{here.torch.folder}/torch"
+    if here.files.matching(f"{folder}/__pycache__/__init__.cpython-{''.join(here.python.split('.')[:2])}*.pyc"):
+        return
+    why = "PYTHONDONTWRITEBYTECODE is set" if here.variables.get("PYTHONDONTWRITEBYTECODE") else ""
+    if why := why or ("" if here.files.can_write(folder) else f"{folder} cannot be written"):
+        yield warning(f"torch was installed without bytecode, as uv and pip --no-compile do, and {why}.",
+                      "Every process compiles torch's sources again, for seconds of each start.",
+                      f"python -m compileall -q {here.torch.folder}")  # fmt: skip
+
+
+@check()
 def no_compiler(here: Environment) -> Iterator[Finding]:
     """No compiler for what torch.compile and Triton write."""
     if here.torch is None:
