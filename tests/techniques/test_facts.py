@@ -10,7 +10,7 @@ from torch import nn
 
 import fettle
 from fettle.recipe import Recipe
-from fettle.techniques import conflict, load, probe_facts, repeated_blocks, source, state_kept
+from fettle.techniques import bundles, conflict, load, probe_facts, repeated_blocks, source, state_kept
 from fettle.workload import Workload
 
 
@@ -47,6 +47,17 @@ def test_a_weight_that_is_computed_by_what_16_bits_lack_is_refused_them_before_a
         facts = probe_facts(Workload(nn.Sequential(layer), [torch.rand(2, 4)]))
         said += [conflict(Recipe({"precision": level}), facts) for level in ("bf16", "autocast-bf16")]
     assert said == ["", "", "precision=bf16: 0.weight is computed by Orthogonal, which torch has not in 16 bits", ""]
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_where_rows_are_added_by_index_compiling_for_one_thread_is_tried_early(adds):
+    def arrive(x, to):
+        return x + (torch.zeros_like(x).index_add(0, to, x) if adds else x[to])
+
+    facts = probe_facts(Workload(arrive, [(torch.rand(4, 3), torch.tensor([0, 0, 1, 3]))]))
+    assert facts.adds_by_index == adds
+    early = Recipe({"compile": "default", "threads": "1", "grad": "inference_mode"})
+    assert (early in bundles(replace(facts, threads=2, physical_cores=2))) == adds
 
 
 def test_counts_layers_and_shapes():

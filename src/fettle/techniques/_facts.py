@@ -142,6 +142,8 @@ class Facts:
     """Of a denoiser of diffusers: the name of its first argument, and the place of the timestep."""
     cannot_run: Mapping[str, str] = field(default_factory=dict)
     """By kind of runtime, what it cannot compute of a forward pass, as a sentence."""
+    adds_by_index: bool = False
+    """A forward pass calls `index_add`."""
     uses_sdpa: bool = False
     """`scaled_dot_product_attention` was called in a forward pass."""
     uneven_sdpa: int = 0

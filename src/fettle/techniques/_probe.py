@@ -226,11 +226,11 @@ compute. The products of a mixture of experts are ``grouped_mm``."""
 
 class _SeesCalls(torch.overrides.TorchFunctionMode):
     """Notes whether scaled_dot_product_attention is called while it is active, how often between few tokens and many,
-    and what other runtimes cannot compute."""
+    whether rows are added by index, and what other runtimes cannot compute."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen, self.uneven = False, 0
+        self.seen, self.uneven, self.adds_by_index = False, 0, False
         self.cannot_run: dict[str, str] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -239,6 +239,7 @@ class _SeesCalls(torch.overrides.TorchFunctionMode):
             tokens = sorted(item.shape[-2] for item in args[:2] if isinstance(item, torch.Tensor) and item.dim() == 4)
             self.uneven += len(tokens) == 2 and 8 * tokens[0] <= tokens[1]
         name = getattr(func, "__name__", "").partition(".")[0].strip("_")
+        self.adds_by_index = self.adds_by_index or name == "index_add"
         if name.startswith(_NOT_OPENVINO):
             self.cannot_run["openvino"] = f"OpenVINO cannot compute the model's {name}"
         if name.startswith(_NOT_ONNXRUNTIME):
@@ -294,7 +295,8 @@ def _forward_facts(workload: Workload) -> dict[str, Any]:
     except Exception:  # the baseline trial will say what is wrong with it
         pass
     return {
-        "uses_sdpa": watch.seen, "uneven_sdpa": watch.uneven, "manual_attention": manual,
+        "uses_sdpa": watch.seen, "uneven_sdpa": watch.uneven, "adds_by_index": watch.adds_by_index,
+        "manual_attention": manual,
         "train_mode_differs": differs, "changes_buffers": changes, "changes_inputs": writes,
         "adds_to_inputs": writes and adds, "fed_alike": tuple(alike), "not_exported": odd,
         "output_types": tuple(kinds), "cannot_run": watch.cannot_run,

@@ -1,6 +1,6 @@
 """How many CPU threads one operator uses."""
 
-from fettle.techniques._base import BOTH, Code, Facts, Level, Recipe, Technique, register
+from fettle.techniques._base import BOTH, Bundle, Code, Facts, Level, Recipe, Technique, register
 
 
 @register
@@ -32,6 +32,11 @@ class Threads(Technique):
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         runtime = recipe.levels.get("runtime", "torch")
         return "" if runtime in ("torch", "aoti") else f"runtime={runtime} has a thread pool of its own"
+
+    def bundles(self, facts: Facts) -> list[Bundle]:
+        # Several threads of a compiled `index_add` add atomically, number by number.
+        atomic = facts.mode == "inference" and facts.adds_by_index and facts.threads > 1
+        return [Bundle(40, {"compile": "default", "threads": "1"})] if atomic else []
 
     def kind(self, level: str) -> str:
         return f"{level} threads"
