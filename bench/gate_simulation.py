@@ -21,9 +21,9 @@ from typing import Any
 from fettle.gate.judging import judge, overall, slowdown
 from fettle.gate.racing import Ground, Settings
 from fettle.machine import this_machine
-from fettle.measure._candidates import Runner, Started
 from fettle.measure._rounds import decided
 from fettle.measure._rules import Rules
+from fettle.measure._runners import Runner, Started
 from fettle.measure._statistics import LOOKS
 from fettle.measure._trial import Slice
 from fettle.measure.race import _speedup

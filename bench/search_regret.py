@@ -8,8 +8,9 @@ The factorial is measured once, every valid combination of `LEVELS`; then `auto`
 run it, in an empty folder. Both winners meet in one final race: the regret is the ratio of their times there. A run
 stops after `--minutes` a workload, and the next one goes on from the study that it left under `--work`.
 
-With ``--atlas`` the workloads are models of ``bench/atlas.py``, whose factorial is in the atlas already: `auto` runs
-twice, with an atlas of all other models and without. Which of them goes first changes from model to model.
+With ``--atlas`` the workloads are models of ``bench/atlas.py``. First the factorial of each is measured and put beside
+what the atlas has; then `auto` runs twice on each, with all other models' rows and without. Which of them goes first
+changes from model to model.
 """
 
 from __future__ import annotations
@@ -21,17 +22,19 @@ import tempfile
 from pathlib import Path
 
 import atlas as factorials
+import msgspec
 from atlas_models import FAMILY
 from tune_vs_peers import _tell, ratio
 
-from fettle.atlas import Row, read_atlas, write_atlas
+from fettle.atlas import Row, merged, read_atlas, write_atlas
 from fettle.comparing import bench
 from fettle.machine import this_machine
 from fettle.recipe import Recipe
 from fettle.report import Result
 from fettle.search import DESIGNS, Space, combinations_of
+from fettle.storage import storage_url
 from fettle.techniques import canonical
-from fettle.tuning import Session, tune
+from fettle.tuning import Session, atlas_rows, tune
 from fettle.tuning.space import space_for
 
 HERE = Path(__file__).parent
@@ -97,6 +100,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON (default: under bench/results)")
     options = parser.parse_args()
     rows = read_atlas(options.atlas) if options.atlas is not None else []
+    for name in options.workloads if rows else ():
+        rows = merged(rows, factorial_rows(name, options.work / name, options.minutes * 60))
     output = options.output or HERE / "results" / f"search_regret{'_atlas' * bool(rows)}.json"
     results = json.loads(output.read_text()) if output.exists() else {}
     for number, name in enumerate(options.workloads, len(results)):
@@ -113,12 +118,23 @@ def main() -> None:
             print(name, json.dumps(found), flush=True)
 
 
+def factorial_rows(name: str, folder: Path, budget_s: float) -> list[Row]:
+    """Measure what is missing of the factorial of a model of the atlas; the rows of the whole."""
+    target, levels = f"{HERE / 'atlas_models.py'}:{name}", factorials.levels()
+    everything = tune(target, techniques=levels, design="everything", budget_s=budget_s, output=folder / "factorial",
+                      on_progress=_tell)  # fmt: skip
+    missing = unmeasured(everything, levels)
+    print(f"{name}: {len(everything.trials)} combinations in {everything.seconds:.0f} s, {missing} to go", flush=True)
+    if missing:
+        raise SystemExit(f"the factorial of {name} is not finished: the same command goes on with it")
+    found = atlas_rows(storage_url(None, folder / "factorial"), family=FAMILY[name])
+    return [msgspec.structs.replace(row, workload=name) for row in found]
+
+
 def both_ways(name: str, folder: Path, rows: list[Row], *, atlas_first: bool) -> dict:
     """`auto` with an atlas of all other models and without, and a race of both winners and the factorial's best."""
     machine = this_machine()
     own = [row for row in rows if (row.workload, row.machine) == (name, machine.id) and row.status == "measured"]
-    if not own:
-        raise SystemExit(f"the atlas has no {name} on this machine: measure it with bench/atlas.py --models {name}")
     others = folder / "others.parquet"
     write_atlas([row for row in rows if row.workload != name], others)
     best = Recipe.parse(max(own, key=lambda row: row.speedup or 0.0).recipe)

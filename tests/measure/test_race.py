@@ -151,7 +151,8 @@ def test_a_workload_whose_calls_take_long_is_not_timed_alone_for_longer_than_nee
     assert [trial.rounds for trial in both] > [1, 1]
 
 
-def test_a_race_ranks_rejects_and_survives(target: Target, tmp_path: Path, reference: Reference) -> None:
+@pytest.mark.parametrize("judges", ["none", "all"])
+def test_a_race_ranks_rejects_and_survives(judges: Any, target: Target, tmp_path: Path, reference: Reference) -> None:
     fingerprint, judging = reference(target, tmp_path / "reference.pt")
     before = alive("fettle.measure._worker")
     candidates = [
@@ -162,8 +163,9 @@ def test_a_race_ranks_rejects_and_survives(target: Target, tmp_path: Path, refer
         _candidate("dies", "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)"),
     ]
     base, faster, wrong, raises, dies = race(
-        target, fingerprint, candidates, judging, Rules(slice_s=0.05, max_rounds=8)
-    )
+        target, fingerprint, candidates, judging,
+        Rules(slice_s=0.05, max_rounds=8, abreast=2, judges_abreast=judges),
+    )  # fmt: skip
     assert base.ok
     assert base.speedup is not None
     assert base.speedup.estimate == 1
@@ -179,6 +181,23 @@ def test_a_race_ranks_rejects_and_survives(target: Target, tmp_path: Path, refer
     assert dies.status == "failed"
     assert "SIGSEGV" in dies.reason
     assert not left_behind(before, "fettle.measure._worker")
+
+
+def test_recipes_are_applied_side_by_side_and_timed_one_at_a_time(target: Target, tmp_path: Path) -> None:
+    meets = """
+import os, time
+open({own!r}, "w").close()
+while not os.path.exists({other!r}):
+    time.sleep(0.01)
+"""
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    one = _candidate("one", meets.format(own=first, other=second) + "model.delay = 0.01")
+    other = _candidate("other", meets.format(own=second, other=first))
+    rules = Rules(slice_s=0.02, max_rounds=3, abreast=2, judges_abreast="all")
+    faster, slower = race(target, "", [one, other], Judge(), rules)
+    assert faster.ok
+    assert slower.ok
+    assert faster.time_ms < slower.time_ms
 
 
 def test_a_time_limit_kills_the_worker_with_its_children(

@@ -12,12 +12,13 @@ from msgspec import structs
 
 from fettle.generate.speed import Generation
 from fettle.measure import _rounds, _watch
-from fettle.measure._candidates import Runner, Start, Started
+from fettle.measure._candidates import Start
 from fettle.measure._clock import is_steady
 from fettle.measure._priority import HIGHEST
 from fettle.measure._process import WorkerError
 from fettle.measure._rounds import Rounds
 from fettle.measure._rules import Candidate, Rules
+from fettle.measure._runners import Runner, Started
 from fettle.measure._trial import Accuracy, Slice
 from fettle.measure._watch import Patience, Reading, Watch
 from fettle.measure.messages import Prepared, RowsMeasured, SliceTaken

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from fettle.measure import Accuracy, Slice, fetching
-from fettle.measure._candidates import Runner, Started
 from fettle.measure._rules import Candidate, Rules
+from fettle.measure._runners import Runner, Started
 from fettle.measure.messages import Prepared
 from fettle.measure.race import _trial
 from fettle.recipe import Recipe

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from fettle.procs.child import Child, ChildError, Request, environment_of
-from fettle.procs.forks import ForkServer, Imports, imports
+from fettle.procs.forks import ForkServer, Imports, Spared, imports
 from fettle.procs.process import Fork
 from tests.procs.test_child import by_then, ended
 
@@ -136,6 +136,33 @@ def test_before_a_fork_is_asked_for_there_is_no_server(forks, variables):
     assert forks._child is None
     assert forks.serves(environment_of(variables))
     assert forks._child is not None
+
+
+def test_what_a_later_import_spares_is_known_and_made_once(forks, variables):
+    with Child("asked", variables=variables, forks=forks) as before:
+        spared = forks.spare(["slow_to_import"])
+        assert spared.seconds >= 0.3
+        assert forks.spare(["slow_to_import"]) == spared
+        assert forks.spare([]) == Spared()
+        with Child("asked", variables=variables, forks=forks) as child:
+            assert asked(child, "'slow_to_import' in sys.modules")
+            assert asked(child, "parent.imported_s") < 0.3  # it is not the workload's
+        assert not asked(before, "'slow_to_import' in sys.modules")
+
+
+def test_after_an_import_that_starts_threads_there_are_no_more_forks(forks, variables):
+    with Child("asked", variables=variables, forks=forks) as before:
+        forks.spare(["starts_a_thread"])
+        with Child("asked", variables=variables, forks=forks) as child:
+            assert not isinstance(child._process, Fork)
+        assert asked(before, "6 * 7") == 42
+
+
+def test_a_server_imports_while_others_work(forks, variables):
+    forks.begin()
+    assert forks._child is not None
+    with Child("asked", variables=variables, forks=forks) as child:
+        assert isinstance(child._process, Fork)
 
 
 def test_a_server_that_was_killed_is_no_loss(forks, variables):

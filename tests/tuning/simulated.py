@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from fettle.measure import Accuracy, WorkerError, _candidates, _rounds, _watch
-from fettle.measure.messages import Asked, Built, Prepare, Prepared, Reference, SliceTaken, TakeSlice
+from fettle.measure.messages import Asked, Built, Judged, Prepare, Prepared, Reference, Settle, SliceTaken, TakeSlice
 from fettle.recipe import Recipe
 from fettle.result import Limits
 from fettle.search import Space
@@ -89,16 +89,25 @@ class _Worker:
         world.alive.add(self.pid)
 
     def send(self, request: Asked) -> None:
-        pass
+        self.sent, self.sent_at = request, self.world.now
 
-    def finish(self, answer: type[Built], timeout_s: float) -> Built:
+    def finish(self, answer: type, timeout_s: float):
+        if isinstance(self.sent, Prepare):  # beside others, each with cores of its own
+            now, self.world.now = self.world.now, self.sent_at
+            try:
+                self.prepared = self.ask(self.sent, Prepared, timeout_s + now - self.sent_at)
+                return Judged(seconds=self.world.now - self.sent_at)
+            finally:
+                self.world.now = max(now, self.world.now)
         self.world.now += min(self.world.process_s, timeout_s)
         if self.world.process_s > timeout_s:
             raise WorkerError("timed out", "timeout")
         return Built(load_s=0.1, fingerprint="made up", structure="", name="made up", mode="inference")
 
-    def ask(self, request: Prepare | TakeSlice, answer: type, timeout_s: float):
+    def ask(self, request: Prepare | Settle | TakeSlice, answer: type, timeout_s: float):
         world = self.world
+        if isinstance(request, Settle):
+            return self.prepared
         if isinstance(request, Prepare):
             self.recipe = Recipe.parse(request.label)
             if len(world.alive) > world.room:

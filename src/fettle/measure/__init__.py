@@ -4,12 +4,12 @@ Other rooms use `race`, which measures recipes side by side, and the plain data 
 """
 
 from fettle.estimates import Interval
-from fettle.measure._candidates import Held
 from fettle.measure._load import Load, busy_load
 from fettle.measure._pace import FAR
 from fettle.measure._priority import READY, may_go_first, prefer
 from fettle.measure._process import Worker, WorkerError, close_all, fork_server
 from fettle.measure._rules import Candidate, Judge, Progress, Rules, Stop
+from fettle.measure._runners import Held
 from fettle.measure._statistics import (
     ENOUGH,
     contrast_interval,

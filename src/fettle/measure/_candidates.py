@@ -1,27 +1,39 @@
-"""The processes of a race: each candidate's, started one after the other and paused, and what they have measured."""
+"""How the processes of a race are started: built, made ready, and paused."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from fettle.errors import UsageError
-from fettle.generate.speed import TextTimes
-from fettle.measure._load import Load, gpu_memory
+from fettle.measure._load import gpu_memory
 from fettle.measure._priority import READY, prefer
 from fettle.measure._process import Worker, WorkerError, close_each
 from fettle.measure._rules import Candidate, Judge, OnProgress, Progress, Rules
-from fettle.measure._trial import Slice, Trial, log_times
-from fettle.measure.messages import Build, Built, MeasureRows, Prepare, Prepared, Probe, Probed, RowsMeasured
+from fettle.measure._runners import Held, Runner, Started
+from fettle.measure._trial import Trial
+from fettle.measure.messages import (
+    Build,
+    Built,
+    Judged,
+    MeasureRows,
+    Prepare,
+    Prepared,
+    Probe,
+    Probed,
+    RowsMeasured,
+    Settle,
+)
 from fettle.procs.forks import ForkServer
 from fettle.procs.limits import granted_memory_bytes, total_memory_bytes
 from fettle.procs.nodes import Nodes
-from fettle.recipe import Recipe
 from fettle.techniques import source
 from fettle.units import size_text
 from fettle.workload import Target
@@ -30,106 +42,15 @@ _ROWS_TURNS = 2
 """Slices of one row that a few texts of several rows take about as long as."""
 
 
-@dataclass
-class Held:
-    """Processes that a study keeps from one race to the next: the workload as given and the leader run in each, and are
-    started once. Close it."""
-
-    runners: dict[Recipe, Runner] = field(default_factory=dict)
-
-    def take(self, recipe: Recipe) -> Runner | None:
-        """A runner with nothing measured yet; None where there is none or it has died."""
-        kept = self.runners.get(recipe)
-        if kept is None:
-            return None
-        if kept.worker.wait(0) is not None:
-            self.runners.pop(recipe).worker.close()
-            return None
-        return Runner(kept.candidate, kept.worker, kept.answer, kept.rejected, time.monotonic(), kept.process,
-                      kept.started_s)  # fmt: skip
-
-    def keep(self, recipes: Collection[Recipe]) -> None:
-        """End all processes but those of these recipes."""
-        over = [recipe for recipe in self.runners if recipe not in recipes]
-        close_each(self.runners.pop(recipe).worker for recipe in over)
-
-    def close(self) -> None:
-        """End the processes."""
-        self.keep(())
-
-
-@dataclass
-class Runner:
-    """One process of a candidate."""
-
-    candidate: Candidate
-    worker: Worker
-    answer: Prepared
-    rejected: str
-    began: float
-    process: str = ""
-    started_s: float = 0.0
-    slices: list[Slice] = field(default_factory=list)
-    loads: list[Load] = field(default_factory=list)
-    """What others had of the machine in each slice."""
-    turns_s: list[float] = field(default_factory=list)
-    """What each slice took of the race's time."""
-    samples_ns: list[int] = field(default_factory=list)
-    energy_j: list[float] = field(default_factory=list)
-    texts: list[TextTimes] = field(default_factory=list)
-    """How texts came, where the workload writes some."""
-    failure: str = ""
-
-    def log_times(self, *, elapsed: bool) -> dict[int, float]:
-        """Log time of one row by round, `elapsed` with the waiting in it."""
-        return log_times(self.slices, self.answer.samples, elapsed=elapsed)
-
-
-@dataclass
-class Started:
-    """A candidate in the race: its processes, the first of which stands for all where they cannot differ."""
-
-    runners: list[Runner]
-    live: bool = True
-    elapsed: bool = False
-    """Go by time elapsed, with what others took in it."""
-    number: int = 0
-    """Its place among the candidates."""
-    trial: Trial = field(init=False, compare=False, repr=False)
-    """What is known of it, as soon as it has been timed."""
-
-    @property
-    def first(self) -> Runner:
-        return self.runners[0]
-
-    @property
-    def rejected(self) -> str:
-        return next((runner.rejected for runner in self.runners if runner.rejected), "")
-
-    @property
-    def failure(self) -> str:
-        return next((runner.failure for runner in self.runners if runner.failure), "")
-
-    def process_logs(self) -> list[dict[int, float]]:
-        """Log time of one row by round, for each process that has been timed."""
-        return [log for runner in self.runners if (log := runner.log_times(elapsed=self.elapsed))]
-
-    @property
-    def per_sample(self) -> dict[int, float]:
-        """Log time of one row by round, the mean over the processes that have been timed."""
-        logs = self.process_logs()
-        rounds = [key for key in logs[0] if all(key in log for log in logs)] if logs else []
-        return {key: statistics.fmean(log[key] for log in logs) for key in rounds}
-
-
 @dataclass(frozen=True)
 class WithWorkload:
-    """A process with the workload in it, or why it could not be built."""
+    """A process with the workload in it, perhaps judged, or why there is none."""
 
     worker: Worker
-    build_s: float
-    """Its share of the time that building took."""
+    took_s: float
+    """Its share of the time that building took, and what it was judged in, if it was."""
     failure: WorkerError | None = None
+    is_judged: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,7 +80,7 @@ class Start:
         running: list[Started] = []
         held = [self.held.take(one.recipe) if self.held is not None else None for one in candidates]
         queue = [(one, self._log(index)) for index, one in enumerate(candidates) if held[index] is None]
-        with closing(self._built(queue)) as line:
+        with closing(self._built(queue, self.rules.judges_abreast == "all")) as line:
             for index, candidate in enumerate(candidates):
                 if index and time.monotonic() > self.rules.deadline:
                     break
@@ -207,7 +128,7 @@ class Start:
                 return
             began = time.monotonic()
             queue = [(started.first.candidate, self._log(started.number, f"-{copy}")) for started in able]
-            with closing(self._built(queue)) as line:
+            with closing(self._built(queue, self.rules.judges_abreast != "none")) as line:
                 for started in able:
                     candidate = started.first.candidate
                     if self.rules.is_stopped or _memory_is_short(running):
@@ -229,12 +150,18 @@ class Start:
         name = f"{self.race:03d}-{self.logs_before + number:02d}{copy}.log"
         return self.log_folder / name if self.log_folder else None
 
-    def _built(self, queue: Sequence[tuple[Candidate, Path | None]]) -> Generator[WithWorkload, None, None]:
+    def _built(
+        self, queue: Sequence[tuple[Candidate, Path | None]], judges: bool
+    ) -> Generator[WithWorkload, None, None]:
         """The processes of `queue` in its order, each with the workload built and paused, `Rules.abreast` of them built
-        side by side. Those that were built and never asked for are ended when the iterator is closed."""
+        side by side, and their recipes judged where it `judges`. Those that were never asked for are ended when the
+        iterator is closed."""
         for begin in range(0, len(queue), self.rules.abreast):
-            built = self._build(queue[begin : begin + self.rules.abreast])
+            group = queue[begin : begin + self.rules.abreast]
+            built = self._build(group)
             try:
+                if judges and len(group) > 1:
+                    built = self._judged(built, [candidate for candidate, _ in group])
                 while built:
                     yield built.pop(0)
             finally:
@@ -245,6 +172,8 @@ class Start:
         workers: list[Worker] = []
         try:
             for candidate, log in group:
+                if self.forks is not None:
+                    self.forks.spare(candidate.imports)
                 worker = Worker(
                     {**self.environment, **candidate.environment}, log, ranks=candidate.ranks, nodes=self.nodes,
                     python=candidate.python, forks=self.forks,
@@ -259,8 +188,35 @@ class Start:
         except BaseException:
             close_each(workers)
             raise
-        build_s = (time.monotonic() - began) / len(group)
-        return [WithWorkload(worker, build_s, failure) for worker, failure in zip(workers, failures, strict=True)]
+        took_s = (time.monotonic() - began) / len(group)
+        return [WithWorkload(worker, took_s, failure) for worker, failure in zip(workers, failures, strict=True)]
+
+    def _judged(self, built: list[WithWorkload], candidates: Sequence[Candidate]) -> list[WithWorkload]:
+        """The same with the recipes applied and judged, side by side."""
+        for number, (one, candidate) in enumerate(zip(built, candidates, strict=True)):
+            failure = one.failure or _failure(partial(self._ask_to_judge, one.worker, candidate))
+            built[number] = replace(one, failure=failure, is_judged=True)
+        began, timeout_s = time.monotonic(), self._timeout_s()
+        return [self._heard(*each, began, timeout_s) for each in zip(built, candidates, strict=True)]
+
+    def _ask_to_judge(self, worker: Worker, candidate: Candidate) -> None:
+        with _usage_as_failure(candidate):
+            worker.send(self._request(candidate, in_two=True))
+
+    def _heard(self, one: WithWorkload, candidate: Candidate, began: float, timeout_s: float) -> WithWorkload:
+        try:
+            if one.failure is None:
+                with _usage_as_failure(candidate):
+                    judged = one.worker.finish(Judged, max(0.0, began + timeout_s - time.monotonic()))
+                one.worker.pause()
+                return replace(one, took_s=one.took_s + judged.seconds)
+        except WorkerError as error:
+            if error.kind == "timeout":
+                error = WorkerError(
+                    f"timed out after {timeout_s:.0f} s in {str(error).partition(' in ')[2]}", "timeout"
+                )
+            return replace(one, failure=error)
+        return one
 
     def _finish(self, worker: Worker, candidate: Candidate) -> None:
         with _usage_as_failure(candidate):
@@ -295,7 +251,7 @@ class Start:
 
     def _is_late(self, error: WorkerError) -> bool:
         """Whether it was the budget that ended a process, and not its own time limit."""
-        return error.kind == "timeout" and time.monotonic() > self.rules.deadline
+        return error.kind == "timeout" and time.monotonic() >= self.rules.deadline
 
     def _longest_ms(self, candidate: Candidate) -> float | None:
         """What a call of it may take; any time in several ranks, which must end together."""
@@ -306,9 +262,16 @@ class Start:
         left_s = self.rules.deadline - time.monotonic() + self.rules.grace_s
         return max(10.0, min(self.rules.prepare_timeout_s, left_s))
 
+    def _request(self, candidate: Candidate, *, in_two: bool = False) -> Prepare:
+        return Prepare(
+            candidate.source or "", str(candidate.recipe), self.judging.path, candidate.factor, candidate.calibrated,
+            self.rules.part, self.judging.exact, as_given=not candidate.recipe.levels,
+            longest_ms=self._longest_ms(candidate), in_two=in_two,
+        )  # fmt: skip
+
     def _ready(self, built: WithWorkload, candidate: Candidate) -> Runner:
         """Apply the recipe in a process that was built, and pause it. Raises `WorkerError`, the process gone."""
-        began, worker = time.monotonic() - built.build_s, built.worker
+        began, worker = time.monotonic() - built.took_s, built.worker
         try:
             if built.failure is not None:
                 raise built.failure
@@ -316,18 +279,18 @@ class Start:
                 if candidate.source is None:
                     facts = worker.ask(Probe(), Probed, self._timeout_s()).facts
                     candidate = replace(candidate, source=source(candidate.recipe, facts))
-                request = Prepare(
-                    candidate.source or "", str(candidate.recipe), self.judging.path, candidate.factor,
-                    candidate.calibrated, self.rules.part, self.judging.exact, as_given=not candidate.recipe.levels,
-                    longest_ms=self._longest_ms(candidate),
-                )  # fmt: skip
+                request = Settle() if built.is_judged else self._request(candidate)
                 answer = worker.ask(request, Prepared, self._timeout_s())
         except BaseException:
             worker.close()
             raise
         worker.pause()
-        # A process that is no fork, as in the final race, would take this much longer.
-        saved_s = self.forks.saved_s / self.rules.abreast if self.forks is not None and worker.is_fork else 0.0
+        saved_s = 0.0  # what a process that is no fork, as in the final race, would take longer
+        if self.forks is not None and worker.is_fork:
+            spared = self.forks.spare(candidate.imports)
+            saved_s = self.forks.saved_s / self.rules.abreast + spared.seconds
+            peak = None if answer.peak_bytes is None else answer.peak_bytes + spared.size
+            answer = msgspec.structs.replace(answer, optimize_s=answer.optimize_s + spared.seconds, peak_bytes=peak)
         judged = self.judging.path and candidate.recipe.levels  # the workload as given is measured whatever it answers
         rejected = self.judging.reason(answer.accuracy) if judged else ""
         return Runner(candidate, worker, answer, rejected, began, process=f"{self.race}:{worker.pid}",

@@ -6,7 +6,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -90,10 +90,25 @@ def reference(state: State, request: messages.WriteReference) -> messages.Refere
     return write_reference(state.workload, request.path, derived_check=state.derived_check)
 
 
-def prepare(state: State, request: messages.Prepare) -> messages.Prepared:
+def prepare(state: State, request: messages.Prepare) -> messages.Judged | messages.Prepared:
     """Apply a recipe's source, judge its first answers, warm up, and report what that took."""
     if state.writes:
         return _generation.prepare(state, request)
+    began = time.perf_counter()
+    state.preparing = _prepared_in_two(state, request)
+    next(state.preparing)
+    return messages.Judged(seconds=time.perf_counter() - began) if request.in_two else settle(state)
+
+
+def settle(state: State, request: messages.Settle | None = None) -> messages.Prepared:
+    """Warm up what `prepare` has judged."""
+    assert state.preparing is not None
+    ready: messages.Prepared = next(state.preparing)
+    return ready
+
+
+def _prepared_in_two(state: State, request: messages.Prepare) -> Generator[Any, None, None]:
+    """Yields when the recipe is judged, and when it is ready to be timed."""
     workload = state.workload
     calibration = [_own_generators(batch) for batch in workload.calibration or workload.inputs[:1]]
     state.clock = Clock(state.device, state.gpus)
@@ -134,13 +149,14 @@ def prepare(state: State, request: messages.Prepare) -> messages.Prepared:
             accuracy = replace(accuracy, error=math.nan)
 
         state.run = run
+        yield None
         timed = [repeat_rows(batch, request.factor, rows) for batch in state.workload.inputs]
         state.cycle = itertools.cycle(rotation(timed))
         _meters.trim()
         has_peak = _meters.reset_peak(state.device)
         peak = settled(state, has_peak, notes.lines)
         notes.lines += compiler_notes()
-    return prepared(state, optimize_s, first_call_s, accuracy, peak, state.rows * request.factor, notes)
+    yield prepared(state, optimize_s, first_call_s, accuracy, peak, state.rows * request.factor, notes)
 
 
 def _own_generators(batch: Any) -> Any:
@@ -205,6 +221,7 @@ ACTIONS: Mapping[type[messages.Asked], Callable[[State, Any], messages.Answer]] 
     messages.MeasurePeaks: peaks,
     messages.WriteReference: reference,
     messages.Prepare: prepare,
+    messages.Settle: settle,
     messages.MeasureRows: _generation.measure_rows,
     messages.TakeSlice: take_slice,
 }

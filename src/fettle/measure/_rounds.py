@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fettle.measure import _statistics
-from fettle.measure._candidates import Runner, Started
 from fettle.measure._load import QUIET_OTHERS, Load
 from fettle.measure._priority import HIGHEST, READY, prefer
 from fettle.measure._process import WorkerError
 from fettle.measure._rules import OnProgress, Progress, Rules
+from fettle.measure._runners import Runner, Started
 from fettle.measure._statistics import LOOKS
 from fettle.measure._trial import Slice
 from fettle.measure._watch import Patience, Watch, neighbours

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from fettle.measure._priority import may_go_first
 from fettle.measure._statistics import LOOKS
@@ -25,6 +26,8 @@ class Candidate:
     """The batch is this many times larger."""
     calibrated: bool = False
     """Batches that calibrated it may not judge it."""
+    imports: tuple[str, ...] = ()
+    """Modules that its source imports, which take a second or more and start no thread."""
     ranks: int = 1
     """Processes that it is spread over."""
     once: bool = False
@@ -85,7 +88,10 @@ class Rules:
     """What starting the second and further processes of all candidates may take together, in seconds; as much again for
     each step of `further`."""
     abreast: int = 1
-    """Processes that import and build the workload side by side. Only that: what is timed is done by one at a time."""
+    """Processes that import and build the workload side by side."""
+    judges_abreast: Literal["none", "replicates", "all"] = "none"
+    """Which processes apply their recipes side by side as well, compile and give their first answers: a start that
+    somebody wants to know of is made alone. Only for calls on a CPU. What is timed is done by one at a time."""
     under_load: bool = False
     """Measure time elapsed beside whatever else the machine does: no slice waits for a quiet machine, and what others
     took is not taken out."""

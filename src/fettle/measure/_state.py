@@ -52,6 +52,8 @@ class State:
     derived_check: bool = False
     writes: bool = False
     """The workload writes text."""
+    preparing: Iterator[Any] | None = None
+    """What is left to do of `Prepare`."""
     watcher: Any = None
     """What takes the time of a text apart."""
     base_bytes: int = 0

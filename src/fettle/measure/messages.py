@@ -57,7 +57,8 @@ class MakePlan(Request, tag="plan"):
 
 
 class Prepare(Request):
-    """Apply a recipe's source, judge its first answers, and warm up. Answered by `Prepared`."""
+    """Apply a recipe's source, judge its first answers, and warm up. Answered by `Prepared`; where it is done `in_two`,
+    by `Judged` before the warm-up, which `Settle` asks for."""
 
     source: str
     label: str
@@ -74,6 +75,11 @@ class Prepare(Request):
     """The source changes nothing."""
     longest_ms: float | None = None
     """A recipe whose warm calls take longer is ended (`fettle.measure._pace`); None: none is."""
+    in_two: bool = False
+
+
+class Settle(Request):
+    """Warm up what was judged. Answered by `Prepared`."""
 
 
 class MeasureRows(Request, tag="rows"):
@@ -92,7 +98,7 @@ class TakeSlice(Request, tag="slice"):
     """Threads of others that want a core."""
 
 
-Asked = Build | Probe | MeasurePeaks | WriteReference | Examine | MakePlan | Prepare | MeasureRows | TakeSlice
+Asked = Build | Probe | MeasurePeaks | WriteReference | Examine | MakePlan | Prepare | Settle | MeasureRows | TakeSlice
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,6 +186,12 @@ class Planned(Answer, frozen=True, kw_only=True):
 
     plan: msgspec.Raw
     note: str
+
+
+class Judged(Answer, frozen=True, kw_only=True):
+    """The recipe is applied, and has answered, in so many seconds."""
+
+    seconds: float
 
 
 class Prepared(Answer, frozen=True, kw_only=True):

@@ -20,11 +20,12 @@ from pathlib import Path
 from fettle.estimates import Interval, nearest_rank
 from fettle.generate.speed import Generation, figures
 from fettle.measure import _statistics
-from fettle.measure._candidates import Held, Runner, Start, Started
+from fettle.measure._candidates import Start
 from fettle.measure._load import mean_load
 from fettle.measure._process import close_each
 from fettle.measure._rounds import Rounds, log_ratios
 from fettle.measure._rules import Candidate, Judge, OnProgress, Progress, Rules
+from fettle.measure._runners import Held, Runner, Started
 from fettle.measure._trial import Startup, Trial, fetching
 from fettle.measure._watch import Patience
 from fettle.procs.forks import ForkServer

@@ -24,6 +24,7 @@ from types import ModuleType
 import msgspec
 
 from fettle.procs.child import Child, ChildError, Request, environment_of
+from fettle.procs.limits import resident_bytes
 from fettle.procs.parent import Parent, be_a_worker
 from fettle.procs.process import Fork
 
@@ -56,6 +57,18 @@ class Preloaded(msgspec.Struct):
     """It may be forked."""
     variables: dict[str, str | None]
     """As those of `Imports`."""
+    seconds: float
+    """What the import took,"""
+    size: int
+    """and the bytes of memory."""
+
+
+class Spared(msgspec.Struct, frozen=True):
+    """What imports take of a child that makes them itself."""
+
+    seconds: float = 0.0
+    size: int = 0
+    """Bytes of memory."""
 
 
 class Begin(Request):
@@ -69,8 +82,8 @@ class Begin(Request):
 class ForkServer:
     """Forks for children of one environment that run one of `runs`, for which a `Parent` knows what the imports of all
     other modules took. They have the `imports` of a child that started by itself: where other variables were set there
-    than the modules set alone, they may have been imported to another end, and there are no forks. Nothing is started
-    before a fork is asked for. Close it after its forks.
+    than the modules set alone, they may have been imported to another end, and there are no forks. Close it after its
+    forks.
     """
 
     def __init__(self, runs: Sequence[str], variables: Mapping[str, str], imports: Imports) -> None:
@@ -79,13 +92,42 @@ class ForkServer:
         """What the imports took, which a fork does not make."""
         self._environment: Mapping[str, str] = {}
         self._child: Child | None = None
+        self._is_ready = False
+        self._spared: dict[str, Spared] = {}
         self._failed = sys.platform != "linux"
+
+    def begin(self) -> None:
+        """Start the server, which makes its first imports while others work; else it starts when it is needed."""
+        if self._child is None and not self._failed:
+            self._environment = environment_of(self._variables)
+            self._child = Child("fettle.procs.forks", variables=self._variables)
+            with contextlib.suppress(ChildError):  # it ended: found out when its answer is read
+                self._child.send(Preload(tuple(self._runs), counts=False))
 
     def serves(self, environment: Mapping[str, str]) -> bool:
         """Whether a child with this environment can be a fork."""
-        if self._child is None and not self._failed:
-            self._start()
-        return self._child is not None and not self._failed and environment == self._environment
+        return self._is_there() and environment == self._environment
+
+    def spare(self, modules: Sequence[str]) -> Spared:
+        """Import modules that children would import themselves, and say what that spares each begun from now on."""
+        for name in modules:
+            if name not in self._spared and self._is_there():
+                self._spared[name] = self._import(name)
+        known = [self._spared[name] for name in modules if name in self._spared]
+        return Spared(sum(one.seconds for one in known), sum(one.size for one in known))
+
+    def _import(self, name: str) -> Spared:
+        assert self._child is not None
+        try:
+            done = self._child.call(Preload((name,), counts=False), Preloaded, _TIMEOUT_S)
+        except BaseException as error:  # also an interrupt: it leaves an answer in the link
+            self._failed = True
+            self.close()
+            if isinstance(error, ChildError):
+                return Spared()
+            raise
+        self._failed = not done.usable  # the forks that there are go on
+        return Spared(done.seconds, done.size)
 
     def fork(self, module: str, log: int, link: int) -> Fork | None:
         """Have a fork run `module`; None where the server is gone: it is not used again."""
@@ -110,17 +152,22 @@ class ForkServer:
         """End the server, and what is left of its forks."""
         if self._child is not None:
             self._child.close()
-            self._child = None
+            self._child, self._is_ready = None, False
+            self._spared.clear()
 
-    def _start(self) -> None:
-        self._environment = environment_of(self._variables)
-        self._child = Child("fettle.procs.forks", variables=self._variables)
-        self._failed = True
+    def _is_there(self) -> bool:
+        if not self._is_ready and not self._failed:
+            self._make_ready()
+        return self._child is not None and not self._failed
+
+    def _make_ready(self) -> None:
+        self.begin()
+        assert self._child is not None
+        self._is_ready = self._failed = True
         try:
-            began = time.monotonic()
-            self._child.call(Preload(tuple(self._runs), counts=False), Preloaded, _TIMEOUT_S)
+            first = self._child.receive(Preloaded, _TIMEOUT_S)
             done = self._child.call(Preload(self.imports.modules, counts=True), Preloaded, _TIMEOUT_S)
-            self.saved_s = time.monotonic() - began
+            self.saved_s = first.seconds + done.seconds
             self._failed = not done.usable or done.variables != self.imports.variables
         except ChildError:
             pass
@@ -165,15 +212,16 @@ class _Server:
         return self.preload(request) if isinstance(request, Preload) else self.begin(request)
 
     def preload(self, request: Preload) -> Preloaded:
-        began = time.perf_counter()
+        began, held = time.perf_counter(), resident_bytes()
         for name in request.modules:
             if name not in sys.modules:
                 with contextlib.suppress(Exception, SystemExit):
                     importlib.import_module(name)
-        self.imported_s += request.counts * (time.perf_counter() - began)
+        seconds, size = time.perf_counter() - began, max(0, resident_bytes() - held)
+        self.imported_s += request.counts * seconds
         if not request.counts:
             self.variables = dict(os.environ)
-        return Preloaded(_is_forkable(), _changed(self.variables))
+        return Preloaded(_is_forkable(), _changed(self.variables), seconds, size)
 
     def begin(self, request: Begin) -> int:
         ends, log, link = (recv_handle(self.parent.link) for _ in range(3))

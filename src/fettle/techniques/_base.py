@@ -137,6 +137,8 @@ class Technique:
     """Levels that look at the values of `batches`: such batches must not judge them."""
     compiles: ClassVar[frozenset[str]] = frozenset()
     """Levels that need a C++ compiler where they run; Triton's kernels do, too."""
+    exports: ClassVar[frozenset[str]] = frozenset()
+    """Levels that have torch export the model."""
     records: ClassVar[frozenset[str]] = frozenset()
     """Levels whose calls on a GPU are CUDA graphs: such a call can be part of no other."""
     learns: ClassVar[Learned | None] = None

@@ -225,6 +225,14 @@ def is_calibrated(recipe: Recipe) -> bool:
     return any(level in technique.calibrated for technique, level in changed(recipe))
 
 
+def imports_of(recipe: Recipe) -> tuple[str, ...]:
+    """The parts of torch that its lines import, for seconds, and that start no thread."""
+    levels = list(changed(recipe))
+    compiles = any(level in technique.compiles for technique, level in levels)
+    exports = any(level in technique.exports for technique, level in levels)
+    return (("torch._dynamo",) if compiles or exports else ()) + (("torch._inductor.compile_fx",) if compiles else ())
+
+
 def batch_factor(recipe: Recipe) -> int:
     """How many batches as given are one batch of this recipe."""
     return max((technique.batch_factor(level) for technique, level in changed(recipe)), default=1)

@@ -150,10 +150,11 @@ class Runtime(Technique):
     cost = 2
     calibrated = frozenset({"openvino-int8", "openvino-int8-part"})
     compiles = frozenset({"aoti", "exported"})
+    exports = frozenset({*_OPENVINO, "aoti", "exported", "onnxruntime", "tensorrt"})
     records = frozenset({"exported"})
     learns = Learned("int8_layers", frozenset({"openvino-int8-part"}), _LAYERS)
     shared_failures: ClassVar[Mapping[str, frozenset[str]]] = {
-        "torch.export cannot take this model": frozenset({*_OPENVINO, "aoti", "exported", "onnxruntime", "tensorrt"}),
+        "torch.export cannot take this model": exports,
         "No conversion rule": _OPENVINO | {STATEFUL},
     }
     remarks: ClassVar[Mapping[str, str]] = dict.fromkeys(

@@ -4,10 +4,11 @@ Other rooms use `tune` with its `Options`, and the `Session` that a study measur
 """
 
 from fettle.tuning._arguments import check_limits, check_options, check_ranks, check_techniques, writable
+from fettle.tuning._events import Event, OnProgress
 from fettle.tuning.kept import atlas_rows, recalled, studies_in
 from fettle.tuning.model import another_hour, widened
 from fettle.tuning.options import Effort, Options
-from fettle.tuning.session import WAITING, Event, OnProgress, Session
+from fettle.tuning.session import WAITING, Session
 from fettle.tuning.space import space_for
 from fettle.tuning.standings import misses_of
 from fettle.tuning.tune import guide_for, tune

@@ -27,6 +27,8 @@ class Costs:
     budget: Budget
     saved_s: float = 0.0
     """Seconds that a start of the search takes less than one of the final race."""
+    abreast: int = 1
+    """Starts of the search that are made side by side."""
     confirms: bool = True
     """Whether a final race follows, for which time is kept back."""
 
@@ -51,7 +53,7 @@ class Costs:
         reserved_s = max(map(start_s, finalists), default=0.0)
         for number, recipe in enumerate(recipes):
             each_s = self._start_s(recipe, baseline)
-            left_s -= each_s + FEWEST_ROUNDS * turn_s(baseline)
+            left_s -= each_s / min(self.abreast, len(recipes)) + FEWEST_ROUNDS * turn_s(baseline)
             is_first = number == 0 and not finalists
             if left_s < (0.0 if is_first or not self.confirms else max(0.0, each_s - reserved_s)):
                 return number

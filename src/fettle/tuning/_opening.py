@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,9 +12,9 @@ import torch
 from fettle.errors import UsageError
 from fettle.journal import locked
 from fettle.machine import Machine
-from fettle.measure import messages
+from fettle.measure import Rules, messages
 from fettle.procs.limits import total_memory_bytes
-from fettle.result import Limits
+from fettle.result import Goal, Limits
 from fettle.storage import storage_url
 from fettle.study import Study
 from fettle.techniques import Facts
@@ -23,10 +24,14 @@ from fettle.workload import Target
 
 _MEASURED_APART = ("ttft", "tpot", "energy", "warm-startup")
 """Goals whose trials hold what those of others lack: they have studies of their own."""
+OF_A_START = ("startup", "warm-startup")
+"""Goals that a whole start of a process is measured for."""
 _SLOW_TO_BUILD = 0.2
 """Share of the budget."""
 _SMALL_SHARE = 1 / 32
-"""Share of the memory: weights of no more than that may be built in two processes side by side."""
+"""Share of the memory: weights of no more than that may be built in processes side by side,"""
+_MOST_ABREAST = 4
+"""so many at most."""
 _HIDES_TEXT = (
     "the workload's call lets the model generate, as one black box: with `new_tokens` in place of `call` text is taken "
     "apart, judged as such, and can be made much faster (fettle.GenerationWorkload)"
@@ -63,13 +68,18 @@ def remarks(built: messages.Built, budget_s: float | None) -> Iterator[str]:
         )
 
 
-def abreast(facts: Facts) -> int:
-    """How many processes import and build side by side: two of a small workload, where there are cores for it."""
+def side_by_side(rules: Rules, facts: Facts, goal: Goal) -> Rules:
+    """The rules with how many processes are made ready side by side: some of a small workload, where there are cores.
+    They compile side by side where each has two, as Python and a C++ compiler take turns there."""
     memory = total_memory_bytes()
     if facts.device == "cuda" and torch.cuda.is_available():
         memory = min(memory, torch.cuda.get_device_properties(0).total_memory)
     small = facts.parameter_bytes <= _SMALL_SHARE * memory
-    return 2 if facts.ranks == 1 and facts.physical_cores > 1 and small else 1
+    cores = facts.physical_cores if facts.ranks == 1 and small else 1
+    most = min(_MOST_ABREAST, max(cores // 2, min(2, cores)))
+    is_call = facts.mode == "inference" and not facts.generates and facts.device == "cpu"
+    judges = 1 < most <= cores // 2 and is_call and goal not in OF_A_START
+    return replace(rules, abreast=max(1, most), judges_abreast="replicates" if judges else "none")
 
 
 def open_study(target: Target, built: messages.Built, options: Options, machine: Machine) -> tuple[Study, str]:

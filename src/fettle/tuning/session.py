@@ -7,11 +7,12 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import torch
 
 from fettle.errors import UsageError, refusing
 from fettle.files import for_compilers
@@ -38,11 +39,22 @@ from fettle.procs.forks import ForkServer, Imports
 from fettle.procs.interpreter import Interpreter
 from fettle.procs.nodes import Nodes
 from fettle.recipe import Recipe
-from fettle.techniques import PYTHON, batch_factor, canonical, environment, is_calibrated, run_by, source, uses_ranks
+from fettle.techniques import (
+    PYTHON,
+    batch_factor,
+    canonical,
+    environment,
+    imports_of,
+    is_calibrated,
+    run_by,
+    source,
+    uses_ranks,
+)
 from fettle.tuning._baseline import how_it_swings
 from fettle.tuning._budget import Budget
 from fettle.tuning._costs import Costs
-from fettle.tuning._opening import abreast, check_metric, hold, limits_of, open_study, remarks
+from fettle.tuning._events import Event, OnProgress
+from fettle.tuning._opening import OF_A_START, check_metric, hold, limits_of, open_study, remarks, side_by_side
 from fettle.tuning._probe import Probed, judged_against, judged_by, plan_memory, probe
 from fettle.tuning.model import PRIOR_SPREAD, Races
 from fettle.tuning.options import Options, rules_of
@@ -56,30 +68,10 @@ _UNLIMITED_WAIT_S = 120.0
 _SCREENING_INDIFFERENCE = PRIOR_SPREAD
 """Rounds tell two processes of the same code apart as well as two recipes: what is closer than this is for the final
 race, which has more processes."""
-_OF_A_START = ("startup", "warm-startup")
-"""Goals that a whole start of a process is measured for."""
 SHARED_RACES = 10_000
 """Races of a study that several work at are numbered from here, by the place of their first trial."""
 _KEPT = "cache/kept"
 """What trials have converted, for their further processes: it is large, and goes when the study ends."""
-
-
-@dataclass(frozen=True)
-class Event:
-    """What a study reports while it runs, for a progress display."""
-
-    doing: str
-    """What runs now, for people."""
-    trial: Trial | None = None
-    """A trial that has just become known."""
-    best: Trial | None = None
-    elapsed_s: float = 0.0
-    budget_s: float | None = None
-    note: str = ""
-    """A line that stays on the screen."""
-
-
-OnProgress = Callable[[Event], None]
 
 
 class Session:
@@ -111,7 +103,6 @@ class Session:
         self._on_progress, self._nodes = on_progress, nodes
         self._node_count = nodes.count if nodes is not None else 1
         self._ranks = options.nproc * self._node_count
-        self._imports = Imports()
         # Others may be at a study of a storage that was named, and what has one number is taken for one race.
         self._race = 0 if options.storage is None else SHARED_RACES * (1 + secrets.randbelow(1 << 30))
         self._earlier_s = 0.0
@@ -144,7 +135,8 @@ class Session:
                     worker, self.study, self._ranks, self._node_count, probed.facts,
                     self.options.device_memory_bytes, self.report,
                 )  # fmt: skip
-        self._imports = built.imports
+        if self.forks is not None:
+            self.forks.imports = built.imports
         self.study.set_note("machine", msgspec.to_builtins(machine))
         self.study.set_note("goal", self.options.goal)
         self.study.set_note("under load", self.options.under_load)
@@ -155,9 +147,11 @@ class Session:
         self._earlier_s = float(seconds) if isinstance(seconds, (int, float)) else 0.0
 
     def search_in_forks(self) -> None:
-        """Fork the processes of the races that search, where a final race follows."""
-        if self.facts.device == "cpu" and self.options.goal not in _OF_A_START:
-            self.forks = fork_server(self._environment(), self._imports)
+        """Fork the processes of the races that search, where a final race follows. Call it before `open`, beside whose
+        imports those of the forks are made."""
+        if self.options.goal not in OF_A_START and not torch.accelerator.is_available():
+            self.forks = fork_server(self._environment(), Imports())
+            self.forks.begin()
 
     def _take(self, built: messages.Built, machine: Machine) -> None:
         """Take what the workload is for what it is judged by, and open its study."""
@@ -189,7 +183,7 @@ class Session:
         facts = replace(probed.facts, ranks=self._ranks, nodes=self._node_count)
         self.study.packages = facts.packages
         self.probed, self.facts = probed, judged_by(facts, allowed, limits.max_metric_drop is not None)
-        self.rules = replace(self.rules, abreast=abreast(self.facts))
+        self.rules = side_by_side(self.rules, self.facts, self.options.goal)
         metric = judged_against(probed.reference).metric
         self.standings.judge = Judge(probed.reference_path, allowed, limits.min_agreement, limits.max_metric_drop,
                                      metric, limits.exact)  # fmt: skip
@@ -257,8 +251,9 @@ class Session:
             if problem := self._problem(recipe):
                 self.keep([Trial(recipe, "failed", problem, race=self._race, versions=self._versions(recipe))])
         candidates = [recipe for recipe in recipes if recipe.levels and not self._problem(recipe)]
-        if self.forks is not None:
-            self.costs = replace(self.costs, saved_s=self.forks.saved_s / self.rules.abreast)
+        can_judge_abreast = self.rules.judges_abreast != "none"
+        saved_s = self.forks.saved_s / self.rules.abreast if self.forks is not None else 0.0
+        self.costs = replace(self.costs, saved_s=saved_s, abreast=self.rules.abreast if can_judge_abreast else 1)
         candidates = candidates[: self.costs.how_many_fit(candidates, self.costs.left_s(deadline))]
         if candidates or Recipe() not in self.standings.known:
             stop = Stop()
@@ -267,6 +262,7 @@ class Session:
             compares = compares and not (self.facts.mode == "training" and self.facts.num_input_shapes > 1)
             rules = replace(self.rules, deadline=deadline, grace_s=0.0, stop=stop,
                             longest_ms=self.standings.longest_ms if compares else None,
+                            judges_abreast="all" if can_judge_abreast else "none",
                             indifference=max(self.rules.indifference, _SCREENING_INDIFFERENCE))  # fmt: skip
             leader = self.standings.best()
             again = [leader.recipe] if leader is not None and leader.recipe.levels else []
@@ -362,7 +358,7 @@ class Session:
         if interpreter is not None:
             cache = for_compilers(self._folder(f"cache/inductor-{interpreter.name}"))
             variables = {**variables, **interpreter.variables, "TORCHINDUCTOR_CACHE_DIR": cache}
-        return Candidate(recipe, lines, variables, factor, is_calibrated(recipe), ranks,
+        return Candidate(recipe, lines, variables, factor, is_calibrated(recipe), imports_of(recipe), ranks,
                          python=interpreter.path if interpreter is not None else "")  # fmt: skip
 
     def _versions(self, recipe: Recipe) -> Mapping[str, str]:

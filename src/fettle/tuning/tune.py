@@ -23,10 +23,11 @@ from fettle.techniques import factors, keeps_memory
 from fettle.train import target_of, workload_of
 from fettle.tuning._arguments import check_options, check_ranks, check_techniques, live_folder, open_nodes, writable
 from fettle.tuning._budget import ROUNDS
+from fettle.tuning._events import OnProgress
 from fettle.tuning._final_race import FinalRace, final_race
 from fettle.tuning._outcome import outcome
 from fettle.tuning.options import Keywords, Options, options_of
-from fettle.tuning.session import OnProgress, Session
+from fettle.tuning.session import Session
 from fettle.tuning.space import space_for
 from fettle.units import count_text
 
@@ -94,8 +95,8 @@ def tune(
         if others is not None:
             others.gather(session.report)
         session.report("building the workload and its reference")
-        session.open(machine)
         session.search_in_forks()
+        session.open(machine)
         memory_counts = options.goal == "memory" or options.limits.max_memory_bytes is not None
         space, left_out = space_for(
             session.facts, allowed, session.plan.rules_out, session.costs.of, memory_counts=memory_counts
