@@ -243,6 +243,37 @@ def test_a_closed_loop_keeps_its_clients_busy(server):
     assert run.failed == run.shed == 0
 
 
+def test_a_client_of_a_closed_loop_that_found_no_connection_asks_again(monkeypatch):
+    """Each answer closes its connection, and the first three that are made anew fail."""
+    plain, stop = _Load._open, asyncio.Event()
+    failures = iter(range(3))
+
+    async def open_(self):
+        if self.start and next(failures, None) is not None:
+            raise UsageError("nothing answers")
+        return await plain(self)
+
+    async def handle(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        handle.count += 1
+        if handle.count >= 20:
+            stop.set()
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        writer.close()
+
+    async def run():
+        handle.count = 0
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        request = http_request(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", b"", {})
+        await closed_loop([request], 2, 60.0, stop=stop)
+        server.close()
+
+    monkeypatch.setattr(_Load, "_open", open_)
+    asyncio.run(run())
+    assert handle.count >= 20
+    assert next(failures, None) is None
+
+
 def test_what_fails_or_is_refused_misses_the_limit():
     """A server that answers quickly, half of the time with a refusal."""
 
