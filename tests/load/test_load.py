@@ -564,6 +564,25 @@ def test_the_commands(server, store, tmp_path, run_fettle):
         assert len(done.err.strip().splitlines()) == 1, done.err
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("/v1 -c 1 --rows 2", "--rows is for other URLs"),
+        ("/v1 -c 1 --content-type text/csv", "--content-type is for other URLs"),
+        ("/v1 -c 1 --texts t.jsonl --output-tokens 16", "--output-tokens is for texts that are made up"),
+        (" -c 1 --model bert", "--model is for a server that writes texts: give its URL with /v1"),
+        (" -c 1 --prompt-tokens 16", "--prompt-tokens is for a server that writes texts"),
+        (" -c 1 --body b --rows 2", "--rows is for values that are made up"),
+        (" -c 1 --content-type text/csv", "--content-type is for --body FILE"),
+        (" -c 1 --even", "--even is for --rate"),
+    ],
+)
+def test_an_option_that_would_change_nothing_is_refused(words, says, run_fettle):
+    done = run_fettle("serve", "load", *f"http://127.0.0.1:9{words}".split())
+    assert (done.code, len(done.err.splitlines())) == (2, 1)
+    assert says in done.err
+
+
 def test_what_others_had_of_the_machine_is_said_first():
     run = Run("closed", 1, 1, np.full(9, 0.1), 1, {200: 9}, load=Load(others=0.5))
     assert load._cells(run)["note"] == "on a busy machine (others took 50% of the cores)"
