@@ -355,6 +355,14 @@ def test_management_asks_for_its_token_and_host(managed):
     assert manage(managed, "/models")[0] == 200
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
+def test_management_knows_its_ipv6_address_as_clients_write_it():
+    with running([], host="::", insecure=True, management_port=0, management_token=TOKEN) as server:
+        server.admin = f"http://127.0.0.1:{server.ports[1]}"
+        assert manage(server, "/models", Host=f"[::]:{server.ports[1]}")[0] == 200
+        assert manage(server, "/models", Host="[fd00::1]")[0] == 403
+
+
 def test_nothing_is_loaded_from_an_address_or_a_path(managed):
     for url in ("http://evil.example/a.zip", "file:///etc/passwd", "../net-2", "/etc", "a\\b"):
         assert manage(managed, "/models?url=" + urllib.parse.quote(url, safe=""), b"", "POST")[0] == 400
