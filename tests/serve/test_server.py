@@ -458,12 +458,14 @@ def test_a_restart_serves_what_was_served(store, tmp_path):
         assert (tmp_path / "state.json").read_text() == damaged
 
 
-def test_what_one_start_cannot_serve_is_there_for_the_next(store, tmp_path):
+@pytest.mark.parametrize("weights", [{}, {"1": 0.0, "2": 0.0, "3": 1.0}])
+def test_what_one_start_cannot_serve_is_there_for_the_next(store, tmp_path, weights):
     """A package that is away, as a store that is not mounted yet: the others are served as they were set, and the state
     file keeps it."""
     state, away = tmp_path / "state.json", tmp_path / "net-3"
     versions = {"1": str(store / "net-1"), "2": str(store / "net-2"), "3": str(away)}
-    said = {"versions": versions, "default": "2", "weights": {}, "shadow": "3", "changed": {"3": {"delay_ms": 1.0}}}
+    changed = {"3": {"delay_ms": 1.0}}
+    said = {"versions": versions, "default": "2", "weights": weights, "shadow": "3", "changed": changed}
     state.write_text(json.dumps({"net": said}))
     with running([], Options(store=store, state=state)) as server:
         assert infer(server, [[1, 2, 3, 4]])[1]["model_version"] == "2"

@@ -162,9 +162,10 @@ class Server:
                     lost.add(number)
             if lost:
                 self.registry.state.lost[name] = model.only(lost)
+            weights = {number: weight for number, weight in model.weights.items() if number not in lost}
             wanted: dict[str, Any] = {
                 "default": "" if model.default in lost else model.default,
-                "weights": {number: weight for number, weight in model.weights.items() if number not in lost},
+                "weights": weights if any(weights.values()) else {},  # else all went to what is lost
                 "shadow": "" if model.shadow in lost else model.shadow,
             }
             with contextlib.suppress(Refusal):
