@@ -96,9 +96,10 @@ def test_others_are_answered_while_a_large_body_is_read(server, monkeypatch):
         assert large.result()[0] == 200
 
 
-def test_the_file_of_a_form_is_what_the_handler_gets(server):
+@pytest.mark.parametrize("kind", ["multipart/form-data", "Multipart/Form-Data"])
+def test_the_file_of_a_form_is_what_the_handler_gets(server, kind):
     form = b'--xyz\r\nContent-Disposition: form-data; name="data"; filename="a.txt"\r\n\r\na word\r\n--xyz--\r\n'
-    kind = {"Content-Type": "multipart/form-data; boundary=xyz"}
+    kind = {"Content-Type": f"{kind}; boundary=xyz"}
     assert ask(server.url + "/predictions/echo", form, headers=kind)[:2] == (200, b"A WORD")
     status, answer, _ = ask(server.url + "/predictions/echo", form.replace(b"data", b"other"), headers=kind)
     assert (status, answer["message"]) == (400, "the form has no field data or body")
