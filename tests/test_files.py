@@ -2,6 +2,7 @@ import math
 import os
 import shlex
 import stat
+import struct
 import tempfile
 from pathlib import Path
 
@@ -114,6 +115,23 @@ def test_a_compiler_is_told_a_path_that_needs_no_quotes(tmp_path: Path, monkeypa
     links[0].unlink()
     links[0].symlink_to(tmp_path)  # somebody else's is not followed
     assert for_compilers(folders[0]) == str(folders[0])
+
+
+def test_what_a_killed_compiler_left_half_written_is_compiled_again(tmp_path: Path) -> None:
+    library = bytearray(4096 + 10 * 64)  # ten section headers at its end
+    library[:5] = b"\x7fELF\x02"
+    struct.pack_into("<Q", library, 40, 4096)
+    struct.pack_into("<HH", library, 58, 64, 10)
+    for name, data, seconds_ago in (
+        ("whole.so", library, 60), ("empty.so", b"", 60), ("torn.so", library[:-1], 60), ("blank.o", bytes(4096), 60),
+        ("written.so", b"", 0), ("empty.cpp", b"", 60),
+    ):  # fmt: skip
+        file = tmp_path / "ab" / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(data)
+        os.utime(file, (file.stat().st_mtime - seconds_ago,) * 2)
+    for_compilers(tmp_path)
+    assert sorted(file.name for file in tmp_path.glob("*/*")) == ["empty.cpp", "whole.so", "written.so"]
 
 
 def test_a_user_without_a_folder_is_told_to_set_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

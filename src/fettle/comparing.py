@@ -215,7 +215,7 @@ def _race(
             session.report("building the workload and its reference")
             session.open(this_machine(), fingerprint, searches=False)
             session.facts = replace(session.facts, learned=_learned(files))
-            wanted = [canonical(item.recipe) for item in files]
+            wanted = [canonical(item.recipe, session.facts) for item in files]
             for recipe in wanted:
                 why_not = conflict(recipe, session.facts)
                 if why_not:

@@ -9,10 +9,12 @@ import os
 import re
 import secrets
 import shlex
+import struct
 import tempfile
+import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ import msgspec
 
 from fettle.errors import UsageError, refusing
 
+_STILL_WRITTEN_S = 5.0
+"""A compiler may still be at a file that it has touched since."""
 MOST_BYTES = 64 << 20
 """The most that is read of a file from outside, where nothing larger is to be expected."""
 _LONG_KEY = re.compile(
@@ -43,7 +47,13 @@ def cache_folder(name: str) -> Path:
 
 def for_compilers(folder: Path) -> str:
     """The path of a folder as torch can hand it to a C++ compiler: it puts paths into a command line as they are, so
-    one with a space or a quote goes by a link in the temporary folder, the same in every run."""
+    one with a space or a quote goes by a link in the temporary folder, the same in every run. What a compiler was
+    killed at is removed from the folder: torch would take it for whole."""
+    for place, _, names in os.walk(folder):
+        for file in (Path(place, name) for name in names if name.endswith((".so", ".o"))):
+            with suppress(OSError):
+                if time.time() - file.stat().st_mtime > _STILL_WRITTEN_S and _is_torn(file):
+                    file.unlink()
     path = str(folder.resolve())
     if shlex.quote(path) == path:
         return path
@@ -56,6 +66,16 @@ def for_compilers(folder: Path) -> str:
         is_ours = link.is_symlink() and link.lstat().st_uid == os.getuid() and os.readlink(link) == path
         return str(link) if is_ours else path
     return str(link)
+
+
+def _is_torn(library: Path) -> bool:
+    """Whether a library or an object file (64-bit ELF) ends before its section headers do, or has no header yet."""
+    with library.open("rb") as file:
+        head = file.read(64)
+    if len(head) < 64 or not any(head):
+        return True
+    (start,), (size, count) = struct.unpack_from("<Q", head, 40), struct.unpack_from("<HH", head, 58)
+    return head.startswith(b"\x7fELF\x02") and bool(start + size * count > library.stat().st_size)
 
 
 def check_writable(*paths: str | os.PathLike[str] | None) -> None:

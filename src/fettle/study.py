@@ -174,7 +174,7 @@ class Study:
     @_lasting
     def workers(self) -> dict[str, int]:
         """How many recipes each process measured that claimed them, on machines like this one; ``HOST:PID:MARK``."""
-        return dict(Counter(trial.user_attrs[_OWNER] for trial in self._finished() if _OWNER in trial.user_attrs))
+        return dict(Counter(str(trial.user_attrs[_OWNER]) for trial in self._finished() if _OWNER in trial.user_attrs))
 
     @_lasting
     def claimed(self) -> int:
@@ -186,7 +186,7 @@ class Study:
         """The name of the machine that measured each recipe, by the recipe; of trials that know it."""
         by_host: dict[str, str] = {}
         for trial in self._finished():
-            by_host.setdefault(trial.user_attrs["recipe"], trial.user_attrs.get(_HOST, ""))
+            by_host.setdefault(str(trial.user_attrs.get("recipe")), str(trial.user_attrs.get(_HOST, "")))
         return by_host
 
     @_lasting
@@ -356,6 +356,12 @@ class Study:
                 params[name] = recipe.levels.get(name, technique.default)
                 distributions[name] = choices
         return {"params": params, "distributions": distributions}
+
+    @property
+    def seconds(self) -> float:
+        """What it has taken on this machine, as far as it says so."""
+        kept = self.note("seconds")
+        return float(kept) if isinstance(kept, (int, float)) and 0 < kept < 1e12 else 0.0
 
     # -- notes -------------------------------------------------------------------------------------------------------
 

@@ -396,6 +396,17 @@ def test_a_bisection_on_made_up_times(git: Git, monkeypatch: pytest.MonkeyPatch,
     assert says in found.sentence
 
 
+def test_a_bisection_claims_nothing_of_an_interval_that_is_too_wide_to_be_shown(git: Git, monkeypatch) -> None:
+    class Wide(_MadeUp):
+        def race(self, sides, rules) -> list[Trial]:
+            return [replace(trial, speedup=Interval(1.0, 0.01, 100.0)) for trial in super().race(sides, rules)]
+
+    monkeypatch.setattr(racing, "Ground", Wide)
+    monkeypatch.setattr(history, "page", lambda entries: "")
+    found = bisecting.bisect("model.py", "v1", "v4", Settings())
+    assert "| interval too wide | cannot tell |" in bisection_markdown(found)
+
+
 def test_a_bisection_leaves_out_a_commit_whose_environment_cannot_be_built(git: Git, monkeypatch) -> None:
     def build(place, locks, folder, say):
         raise UsageError("the revision's environment cannot be built")

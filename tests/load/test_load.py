@@ -243,6 +243,37 @@ def test_a_closed_loop_keeps_its_clients_busy(server):
     assert run.failed == run.shed == 0
 
 
+def test_a_client_of_a_closed_loop_that_found_no_connection_asks_again(monkeypatch):
+    """Each answer closes its connection, and the first three that are made anew fail."""
+    plain, stop = _Load._open, asyncio.Event()
+    failures = iter(range(3))
+
+    async def open_(self):
+        if self.start and next(failures, None) is not None:
+            raise UsageError("nothing answers")
+        return await plain(self)
+
+    async def handle(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        handle.count += 1
+        if handle.count >= 20:
+            stop.set()
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        writer.close()
+
+    async def run():
+        handle.count = 0
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        request = http_request(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", b"", {})
+        await closed_loop([request], 2, 60.0, stop=stop)
+        server.close()
+
+    monkeypatch.setattr(_Load, "_open", open_)
+    asyncio.run(run())
+    assert handle.count >= 20
+    assert next(failures, None) is None
+
+
 def test_what_fails_or_is_refused_misses_the_limit():
     """A server that answers quickly, half of the time with a refusal."""
 
@@ -531,6 +562,25 @@ def test_the_commands(server, store, tmp_path, run_fettle):
         done = run_fettle("serve", *wrong)
         assert done.code == 2, (wrong, done.err)
         assert len(done.err.strip().splitlines()) == 1, done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("/v1 -c 1 --rows 2", "--rows is for other URLs"),
+        ("/v1 -c 1 --content-type text/csv", "--content-type is for other URLs"),
+        ("/v1 -c 1 --texts t.jsonl --output-tokens 16", "--output-tokens is for texts that are made up"),
+        (" -c 1 --model bert", "--model is for a server that writes texts: give its URL with /v1"),
+        (" -c 1 --prompt-tokens 16", "--prompt-tokens is for a server that writes texts"),
+        (" -c 1 --body b --rows 2", "--rows is for values that are made up"),
+        (" -c 1 --content-type text/csv", "--content-type is for --body FILE"),
+        (" -c 1 --even", "--even is for --rate"),
+    ],
+)
+def test_an_option_that_would_change_nothing_is_refused(words, says, run_fettle):
+    done = run_fettle("serve", "load", *f"http://127.0.0.1:9{words}".split())
+    assert (done.code, len(done.err.splitlines())) == (2, 1)
+    assert says in done.err
 
 
 def test_what_others_had_of_the_machine_is_said_first():

@@ -604,6 +604,15 @@ def test_a_zip_that_is_broken_off_leaves_nothing_behind(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("device", "calls"), [("cpu", [1, 2, 3]), ("meta", [1, 1, 2, 2, 3, 3])])
+def test_each_size_is_warmed_once_and_where_calls_may_be_recorded_twice(written, monkeypatch, device, calls):
+    runner, sizes = ModelRunner(written), []
+    monkeypatch.setattr(runner, "device", device)
+    monkeypatch.setattr(runner, "run", lambda parts, size: sizes.append(len(parts[0][0])))
+    runner.warm([1, 2, 3])
+    assert sizes == calls
+
+
 def test_whoever_calls_the_model_its_call_has_a_size_that_exists(written, monkeypatch):
     runner, sizes = ModelRunner(replace(written, settings=ServeSettings(max_rows=4, buckets=(1, 4)))), []
     call = runner.call

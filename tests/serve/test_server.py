@@ -96,9 +96,10 @@ def test_others_are_answered_while_a_large_body_is_read(server, monkeypatch):
         assert large.result()[0] == 200
 
 
-def test_the_file_of_a_form_is_what_the_handler_gets(server):
+@pytest.mark.parametrize("kind", ["multipart/form-data", "Multipart/Form-Data"])
+def test_the_file_of_a_form_is_what_the_handler_gets(server, kind):
     form = b'--xyz\r\nContent-Disposition: form-data; name="data"; filename="a.txt"\r\n\r\na word\r\n--xyz--\r\n'
-    kind = {"Content-Type": "multipart/form-data; boundary=xyz"}
+    kind = {"Content-Type": f"{kind}; boundary=xyz"}
     assert ask(server.url + "/predictions/echo", form, headers=kind)[:2] == (200, b"A WORD")
     status, answer, _ = ask(server.url + "/predictions/echo", form.replace(b"data", b"other"), headers=kind)
     assert (status, answer["message"]) == (400, "the form has no field data or body")
@@ -355,6 +356,14 @@ def test_management_asks_for_its_token_and_host(managed):
     assert manage(managed, "/models")[0] == 200
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
+def test_management_knows_its_ipv6_address_as_clients_write_it():
+    with running([], host="::", insecure=True, management_port=0, management_token=TOKEN) as server:
+        server.admin = f"http://127.0.0.1:{server.ports[1]}"
+        assert manage(server, "/models", Host=f"[::]:{server.ports[1]}")[0] == 200
+        assert manage(server, "/models", Host="[fd00::1]")[0] == 403
+
+
 def test_nothing_is_loaded_from_an_address_or_a_path(managed):
     for url in ("http://evil.example/a.zip", "file:///etc/passwd", "../net-2", "/etc", "a\\b"):
         assert manage(managed, "/models?url=" + urllib.parse.quote(url, safe=""), b"", "POST")[0] == 400
@@ -450,12 +459,14 @@ def test_a_restart_serves_what_was_served(store, tmp_path):
         assert (tmp_path / "state.json").read_text() == damaged
 
 
-def test_what_one_start_cannot_serve_is_there_for_the_next(store, tmp_path):
+@pytest.mark.parametrize("weights", [{}, {"1": 0.0, "2": 0.0, "3": 1.0}])
+def test_what_one_start_cannot_serve_is_there_for_the_next(store, tmp_path, weights):
     """A package that is away, as a store that is not mounted yet: the others are served as they were set, and the state
     file keeps it."""
     state, away = tmp_path / "state.json", tmp_path / "net-3"
     versions = {"1": str(store / "net-1"), "2": str(store / "net-2"), "3": str(away)}
-    said = {"versions": versions, "default": "2", "weights": {}, "shadow": "3", "changed": {"3": {"delay_ms": 1.0}}}
+    changed = {"3": {"delay_ms": 1.0}}
+    said = {"versions": versions, "default": "2", "weights": weights, "shadow": "3", "changed": changed}
     state.write_text(json.dumps({"net": said}))
     with running([], Options(store=store, state=state)) as server:
         assert infer(server, [[1, 2, 3, 4]])[1]["model_version"] == "2"

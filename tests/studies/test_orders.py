@@ -16,7 +16,7 @@ import yaml
 from fettle.errors import UsageError
 from fettle.recipe import Recipe
 from fettle.result import Limits
-from fettle.studies import Settings, settings_of
+from fettle.studies import Settings, settings_of, stored
 from fettle.studies.jobs import Job, write
 from fettle.studies.orders import agree, announce
 from fettle.study import Study
@@ -91,6 +91,7 @@ def test_names_that_belong_to_something_else_are_refused(begun: Settings) -> Non
         ("net.py:system", "net.py defines no system"),
         ("gone.py", "there is no such file here"),
         ("~nobody-of-that-name/net.py:workload", "there is no such file here"),
+        ("a\0.py:workload", r"the study is of 'a\\x00.py': .*null byte"),
     ],
 )
 def test_a_storage_does_not_choose_what_a_worker_runs(begun: Settings, target: str, says: str) -> None:
@@ -113,6 +114,15 @@ def test_what_the_study_needs_of_a_machine_is_said(begun: Settings) -> None:
     study.set_user_attr("fettle:orders", {"targets": 3})
     with pytest.raises(UsageError, match="cannot be read"):
         settings_of(begun)
+
+
+def test_a_study_of_more_workloads_than_anybody_measures_is_one_line(begun: Settings) -> None:
+    study = optuna.load_study(study_name="night", storage="sqlite:///s.db")
+    (told,) = study.user_attrs.values()
+    many = {f"x{number}": ["1", "2"] for number in range(64)}
+    study.set_user_attr("fettle:orders", {**told, "arguments": many})
+    with pytest.raises(UsageError, match="make more than 10,000 workloads"):
+        stored(begun)
 
 
 def test_two_targets_of_one_name_are_told_apart_by_their_order(begun: Settings) -> None:

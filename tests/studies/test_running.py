@@ -20,7 +20,7 @@ from fettle.machine import Machine
 from fettle.measure import Rules, Trial
 from fettle.recipe import Recipe
 from fettle.search import Space
-from fettle.studies import designs, running
+from fettle.studies import batches, designs, running
 from fettle.studies.outcome import Done
 from fettle.studies.running import Settings, study
 from fettle.studies.sharing import one_at_a_time
@@ -292,6 +292,22 @@ def test_workloads_share_a_budget():
     free = [Workload("net", {}, timed(None), both[0].space)]
     whole = running._plan(free, Settings(design="ladder", rounds=5), time.monotonic())
     assert whole.seconds == 3 * 2 * (10.0 + 5 * 1.0)  # each step that is not known in two processes
+
+
+def test_the_plan_of_a_ladder_counts_the_larger_batches_of_each_step():
+    workload = Workload("net", {}, timed(None), Space(switches("ab"), lambda recipe: ""))
+    steps = running._plan([workload], Settings(design="ladder", rounds=5), time.monotonic())
+    grown = running._plan([workload], Settings(design="ladder", rounds=5, grow_batch=1e9), time.monotonic())
+    (step,), (more,) = steps.parts, grown.parts
+    tries = step.cells * batches.about_tries(1e9)
+    assert more.cells == step.cells + tries
+    each_s = step.seconds / (step.cells - step.known)
+    assert more.seconds == pytest.approx(step.seconds + 2 * tries * each_s)  # each beside the workload as given
+    recipe = Recipe.parse("batch=x2")
+    workload.known[recipe] = Trial(recipe, "measured")
+    (again,) = running._plan([workload], Settings(design="ladder", rounds=5, grow_batch=1e9), time.monotonic()).parts
+    assert again.known == more.known + 1
+    assert again.seconds == pytest.approx(more.seconds - 2 * each_s)
 
 
 def test_of_a_budget_for_nothing_the_plan_has_the_workload_as_given():

@@ -79,6 +79,14 @@ def test_the_page_is_drawn_with_machine_and_host_of_each_experiment(storage: str
     assert "Which machine measured what" in (tmp_path / "drawn" / "study.html").read_text()
 
 
+@pytest.mark.parametrize("seconds", ["a while", [1], 10**400, math.nan, -1.0])
+def test_a_time_that_is_none_is_left_out(storage: str, seconds: object):
+    study = opened("alone", storage_url(storage, Path()))
+    study.set_note("seconds", 5.0)
+    study.on("id1").set_note("seconds", seconds)
+    assert (study.seconds, study.on("id1").seconds) == (5.0, 0.0)
+
+
 def test_a_level_that_was_pinned_is_told_from_the_workload_as_given(storage: str, run_fettle: Run, tmp_path: Path):
     (tmp_path / "net.py").write_text("def workload():\n    ...\n")
     settings = Settings(storage=storage, name="pinned", output=tmp_path, techniques={"precision": "bf16"})

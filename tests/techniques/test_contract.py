@@ -729,6 +729,30 @@ def test_norms_keep_every_digit_beside_16_bits(norm):
     assert model(torch.rand(2, 3, 5, 5, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
+def norm_and_linear():
+    return torch.nn.Sequential(torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 8)).eval()
+
+
+def test_weights_of_torchao_become_16_bits_in_inference_mode_too():
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model = norm_and_linear()
+    quantize_(model, Int8WeightOnlyConfig(set_inductor_config=False))
+    with torch.inference_mode():
+        to_16_bits(model, torch.bfloat16)
+        assert model(torch.rand(2, 64, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_weights_made_in_inference_mode_become_16_bits_wherever_they_are_converted(inside):
+    with torch.inference_mode():
+        model = norm_and_linear()
+    with torch.inference_mode(inside):
+        to_16_bits(model, torch.bfloat16)
+    with torch.inference_mode():
+        assert model(torch.rand(2, 64, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
 def test_what_a_workload_has_already_is_no_conflict():
     loads, switched = Facts(mode="training", loader_workers=4, physical_cores=4), Facts(hf_attention=("sdpa", "eager"))
     for recipe, facts in (("loading=workers-4", loads), ("attention=hf-sdpa", switched),

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -177,6 +177,20 @@ def test_a_part_that_one_input_calls_is_looked_at_there(rows):
     assert (parts["refiner"].calls, parts["refiner"].samples) == (1, 8)
     assert not parts["refiner"].shapes_vary
     assert 0 < parts["refiner"].share < parts["refiner"].share + parts["base"].share <= 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_called"), [((8, 4), True), ((4, 8), False), ((4, 4, 8), False), ((4, 8, 4, 4), True)]
+)
+def test_a_part_is_not_calibrated_where_only_inputs_of_the_second_half_call_it(rows, is_called):
+    inputs = [torch.rand(each, 8) for each in rows]
+    part = probe_facts(Workload(Refined(), inputs, parts=["base", "refiner"])).parts["refiner"]
+    part = replace(part, packages=dict.fromkeys(["openvino", "nncf", "torchao"], ""), cpu_flags=("avx2",))
+    part = replace(part, manual_attention=1)
+    for technique, level in (("runtime", "openvino-int8"), ("quantize", "int8-static"), ("attention", "sdpa")):
+        assert ("calls this part" in find(technique).why_not(level, part)) is not is_called
+    assert (find("attention").usual(part) == "sdpa") is is_called
+    assert not find("runtime").why_not("openvino", part)  # it is made when it is first called
 
 
 class Held:
@@ -376,8 +390,6 @@ def test_the_search_has_a_factor_for_each_part(facts):
 
 
 def test_a_part_of_no_weight_is_left_out(facts):
-    from dataclasses import replace
-
     light = replace(facts.parts["encoder"], share=0.004)
     space, left_out = space_for(replace(facts, parts={**facts.parts, "encoder": light}), {})
     assert space.choices["precision[encoder]"] == ("fp32",)
@@ -390,8 +402,6 @@ def test_a_recipe_without_parts_is_what_it_was(facts):
 
 
 def test_bundles_leave_the_other_parts_at_their_first(facts):
-    from dataclasses import replace
-
     parts = {name: replace(part, packages={"openvino": "", "nncf": ""}, calibration_batches=2)
              for name, part in facts.parts.items()}  # fmt: skip
     facts = replace(facts, parts=parts, libraries={"glibc": "2.36"}, threads=2)
@@ -405,8 +415,6 @@ def test_bundles_leave_the_other_parts_at_their_first(facts):
 
 
 def test_threads_wait_beside_another_runtime_only(facts):
-    from dataclasses import replace
-
     facts = replace(facts, threads=2)
     space, _ = space_for(facts, {})
     beside = Recipe.parse("mode=eval grad=inference_mode runtime[encoder]=openvino wait_policy=passive")
@@ -434,8 +442,6 @@ def test_a_part_whose_shapes_depend_on_what_is_in_the_input_is_not_exported(buil
 
 
 def test_what_a_level_learned_of_one_part_is_that_parts(facts):
-    from dataclasses import replace
-
     recipe = Recipe.parse("runtime[encoder]=openvino-int8-part runtime[decoder.net]=openvino-int8-part mode=eval")
     learned = {"int8_layers[encoder]": [1], "int8_layers[nothing]": [2], "int8_layers": [3]}
     assert handed_on(recipe, learned) == {"int8_layers[encoder]": [1]}

@@ -548,6 +548,15 @@ def test_annotations_take_the_work_launched_inside_on_any_thread(tmp_path: Path)
         assert (row["host_ns"], row["device_ns"]) == (table[name][0], table[name][2])
 
 
+def test_an_annotation_in_another_of_its_name_is_not_counted_again_at_any_depth(tmp_path: Path) -> None:
+    build = Build()
+    for level in range(300):
+        build.add("user_annotation", "abc"[level % 3], level, 1000 - 2 * level)
+    build.add("user_annotation", "a", 2000, 7)
+    found = dict(T.annotation_table(build.load(tmp_path)).select("annotation", "host_inclusive_ns").iter_rows())
+    assert found == {"a": 1_007_000, "b": 998_000, "c": 996_000}
+
+
 def test_rows_that_tie_come_in_one_order(tmp_path: Path) -> None:
     build = Build()
     for i in range(400):
@@ -664,6 +673,24 @@ def test_sql(tmp_path: Path) -> None:
     for text in ("select", "drop table events", "select * from nowhere", "select nothing_here from events"):
         with pytest.raises(UsageError):
             T.query(traces, text)
+
+
+def test_no_quotes_or_comments_let_sql_read_another_file(tmp_path: Path) -> None:
+    traces, path = [training(2).load(tmp_path)], tmp_path / "other.csv"
+    path.write_text("a\n1\n")
+    for text in (
+        f"select * from read_csv('{path}')",
+        f"""select *, 1 as "it's" from read_csv('{path}') as "it's" """,
+        f"""select * from "read_csv"('{path}')""",
+        f"select * from read_csv/* */('{path}')",
+        f"select * -- '\nfrom read_csv('{path}') -- '",
+        f"select *, `it's` from read_csv('{path}') as `it's`",
+        f"select *, $$'$$ from read_csv('{path}') as a, $$'$$",
+    ):
+        with pytest.raises(UsageError, match="only the trace is read"):
+            T.query(traces, text)
+    quoted = "select count(*) as \"n(\" from events where name = 'read_csv(int)'"
+    assert T.query(traces, quoted)["n("].to_list() == [0]
 
 
 def test_short_names() -> None:

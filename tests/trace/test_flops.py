@@ -144,12 +144,18 @@ def test_the_command(tmp_path: Path, run_fettle: Run) -> None:
 @pytest.mark.parametrize(
     ("name", "gb_per_s"),
     [("NVIDIA H100 80GB HBM3", 3350), ("NVIDIA H100 PCIe", 2000), ("NVIDIA H200", 4800), ("NVIDIA GH200 480GB", 4000),
-     ("NVIDIA A100-SXM4-80GB", 2039), ("NVIDIA A100-PCIE-40GB", 1555), ("Tesla V100-PCIE-16GB", 900)],
+     ("NVIDIA A100-SXM4-80GB", 2039), ("NVIDIA A100-PCIE-40GB", 1555), ("Tesla V100-PCIE-16GB", 900),
+     ("Tesla V100S-PCIE-32GB", 1134), ("NVIDIA GH200 144G HBM3e", 4900)],
 )  # fmt: skip
 def test_the_roof_is_of_the_very_device(tmp_path: Path, name: str, gb_per_s: float) -> None:
     limits = limits_of(Build(deviceProperties=[{"name": name}]).op("aten::mm", 0, 1).load(tmp_path))
     assert limits is not None
     assert limits.gb_per_s == gb_per_s
+
+
+@pytest.mark.parametrize("name", ["NVIDIA RTX A1000", "NVIDIA A100X", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"])
+def test_a_device_whose_name_only_begins_like_anothers_has_no_roof(tmp_path: Path, name: str) -> None:
+    assert limits_of(Build(deviceProperties=[{"name": name}]).op("aten::mm", 0, 1).load(tmp_path)) is None
 
 
 def test_products_in_8_bits_have_bytes(tmp_path: Path) -> None:

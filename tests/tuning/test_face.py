@@ -134,6 +134,13 @@ def test_bench_takes_a_live_model_and_texts(tmp_path: Path) -> None:
     assert [trial.status for trial in found.trials[1:]] == ["measured", "measured"]
 
 
+def test_a_level_that_the_model_has_already_is_the_workload_as_given() -> None:
+    model, inputs = masked()
+    found = fettle.bench(model.eval(), "mode=eval", inputs, max_rounds=4, settle=False)
+    assert [str(trial.recipe) for trial in found.trials] == ["baseline", "baseline"]
+    assert not found.failed
+
+
 def test_ctrl_c_ends_a_comparison_with_what_it_has() -> None:
     model, inputs = masked()
     sent: list[str] = []

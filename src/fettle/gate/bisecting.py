@@ -165,6 +165,8 @@ class _Search:
         logs = [process_logs(trial, elapsed=settings.under_load) for trial in trials]
         if min(map(len, logs)) < 2:
             raise UsageError("the race had no time for several processes of each commit: give it a larger `budget`")
+        if (ratio := trials[-1].speedup) is None or not ratio.is_known:  # as a gate says of what is shown
+            return "cannot tell"
         of_ends = len(trials) == 2
         weights, limit = ((-1, 1), math.log(1 + settings.fail_slower)) if of_ends else ((-0.5, -0.5, 1), 0.0)
         contrast = contrast_interval(logs, weights, self.alpha)

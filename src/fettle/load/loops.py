@@ -31,6 +31,8 @@ from fettle.procs.limits import allow_open_files
 _Array = np.ndarray[Any, Any]
 WINDOW_S = 1.0
 MAX_CONNECTIONS = 2048
+_PAUSE_S = 0.05
+"""From a connection that could not be made to the next try."""
 
 
 async def open_loop(
@@ -200,6 +202,7 @@ class _Load:
             self._move(-1)
             if not self.waiting:
                 self._empty.set()
+            self._loop.call_later(_PAUSE_S, self._go_on)  # a port where nobody listens refuses at once
             return
         finally:
             self._opening -= 1
@@ -228,8 +231,12 @@ class _Load:
         else:
             self._all.discard(connection)
             connection.close()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Send what one that has ended makes room for: its client's next request, or one that waits to be sent."""
         if self.again:
-            self.send(next(self.turns), now)
+            self.send(next(self.turns), time.perf_counter() - self.start)
         elif self._queue:
             self._move(-1)  # `send` counts it again
             self.send(*self._queue.popleft())

@@ -58,6 +58,11 @@ class Address:
     spans: Spans | None = None
     """Where each inference is recorded; None: nowhere."""
 
+    @property
+    def name(self) -> str:
+        """The host as it stands in a URL: an IPv6 address in brackets."""
+        return f"[{self.host}]" if ":" in self.host else self.host
+
     def check(self) -> None:
         """Raise `UsageError` where this would open the machine to strangers without somebody having said so."""
         if self.host not in LOOPBACK and not self.token and not self.insecure:
@@ -109,7 +114,7 @@ class Server:
         made = functools.partial(App, self.registry, limits=address.limits, log_requests=address.log_requests)
         apps, ports = [made(token=address.token, spans=address.spans)], [address.port]
         if address.management_port is not None:
-            apps.append(made(management=True, token=address.management_token, hosts=(address.host,)))
+            apps.append(made(management=True, token=address.management_token, hosts=(address.name,)))
             ports.append(address.management_port)
         try:
             self._sockets = [_bind(address.host, port) for port in ports]
@@ -157,9 +162,10 @@ class Server:
                     lost.add(number)
             if lost:
                 self.registry.state.lost[name] = model.only(lost)
+            weights = {number: weight for number, weight in model.weights.items() if number not in lost}
             wanted: dict[str, Any] = {
                 "default": "" if model.default in lost else model.default,
-                "weights": {number: weight for number, weight in model.weights.items() if number not in lost},
+                "weights": weights if any(weights.values()) else {},  # else all went to what is lost
                 "shadow": "" if model.shadow in lost else model.shadow,
             }
             with contextlib.suppress(Refusal):

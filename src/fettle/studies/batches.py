@@ -39,6 +39,12 @@ def check_growth(session: Session, limit_bytes: float) -> None:
         raise UsageError("`grow_batch=device`: a CPU has no memory of its own: name a limit, `grow_batch='2GiB'`")
 
 
+def about_tries(limit_bytes: float) -> int:
+    """About how many larger batches are tried at a step: a straight line soon shows the largest, where a full device
+    shows nothing of how much was missing."""
+    return 3 if math.isfinite(limit_bytes) else 6
+
+
 def grown(session: Session, recipe: Recipe, limit_bytes: float) -> Grown:
     """Find the largest batch at a recipe that was measured; each try runs beside the workload as given."""
     baseline = session.standings.known[Recipe()]

@@ -205,7 +205,8 @@ def _from_here(text: str) -> str:
 def _harmless(text: str) -> str:
     """A target that the storage names. Raises `UsageError` for all but a factory defined in a file of this folder."""
     location, _, factory = (text, "", "workload") if text.endswith(".py") else text.rpartition(":")
-    path = _file(location)
+    with refusing(f"the study is of {location!r}:", ValueError):  # a name that no file can have
+        path = _file(location)
     if not location.endswith(".py") or not path.is_relative_to(Path.cwd()):
         raise UsageError(
             f"the study is of {text}, which is not a file in this folder: to run it, name it: fettle worker {text}"

@@ -21,13 +21,14 @@ from fettle.procs.limits import allow_open_files
 from fettle.recipe import Recipe
 from fettle.search import Guide, auto, removals, steps
 from fettle.studies import designs
-from fettle.studies.batches import grown
+from fettle.studies.batches import about_tries, grown
 from fettle.studies.designs import Part, Plan
 from fettle.studies.orders import agree, announce
 from fettle.studies.outcome import Done, rungs_of, table_for
 from fettle.studies.settings import Settings
 from fettle.studies.sharing import measure_shares, one_at_a_time, shares
 from fettle.studies.workloads import PlanProgress, Workload, differences, open_workload, workloads_of
+from fettle.techniques import batch_factor
 from fettle.tuning import Event, OnProgress, Session, guide_for
 
 TOGETHER = 6
@@ -171,7 +172,11 @@ def _plan(workloads: Sequence[Workload], settings: Settings, began: float) -> Pl
             most = designs.about(settings.design, workload.space, settings.start)
             known = min(most, len(workload.trials()))
             each_s = session.rules.replicates * session.costs.seconds_for(Recipe(), settings.rounds)
-            parts.append(Part(workload.name, most, known, min((most - known) * each_s, left_s)))
+            larger = 0 if settings.grow_batch is None else most * about_tries(settings.grow_batch)
+            grew = min(larger, sum(batch_factor(recipe) > 1 for recipe in workload.known))
+            # The workload as given is started anew beside each larger batch.
+            seconds = (most - known + 2 * (larger - grew)) * each_s
+            parts.append(Part(workload.name, most + larger, known + grew, min(seconds, left_s)))
             continue
         whole = len(workload.cells)
         if settings.budget_s is not None:

@@ -47,7 +47,7 @@ def stored(settings: Settings) -> Done:
     count = sum(len(one.trials) for one in measured)
     measuring = f", {going} being measured" if going else ""
     notes.insert(0, f"read from {hidden(url)}: {count_text(count, 'experiment')}{measuring}")
-    seconds = sum(float(study.note("seconds") or 0.0) for study, _ in studies)
+    seconds = sum(study.seconds for study, _ in studies)
     return Done(
         orders.design if orders is not None else "study", table_of(measured, orders.arguments if orders else {}), {},
         studies[0][1], seconds, False, tuple(notes),

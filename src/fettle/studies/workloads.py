@@ -3,6 +3,7 @@ its own trials in the storage; and the environments that it has as a factor."""
 
 from __future__ import annotations
 
+import math
 import platform
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,6 +28,8 @@ from fettle.workload import Target, check_mode, find_target
 
 REPLICATES = 2
 """Processes of each recipe where a design has no repeats hidden in it."""
+_MOST = 10_000
+"""Workloads of one study."""
 _PACKAGES = {"torch", "numpy", "transformers", *(name for one in CATALOGUE for name in one.packages)}
 """Whose versions tell environments apart."""
 
@@ -120,8 +123,14 @@ def _targets(texts: Sequence[str], settings: Settings) -> list[tuple[str, Mappin
     ]
 
 
-def labelled(names: Iterable[str], arguments: Mapping[str, Sequence[str]]) -> list[tuple[str, dict[str, str], str]]:
-    """Every target with every combination of arguments: the group, the arguments, and the name of its study."""
+def labelled(names: Sequence[str], arguments: Mapping[str, Sequence[str]]) -> list[tuple[str, dict[str, str], str]]:
+    """Every target with every combination of arguments: the group, the arguments, and the name of its study. Raises
+    `UsageError` for more of them than anybody measures."""
+    if len(names) * math.prod(map(len, arguments.values())) > _MOST:
+        raise UsageError(
+            f"the targets with the values of their factories' arguments make more than {_MOST:,} workloads: vary "
+            "fewer arguments, or give fewer values of each"
+        )
     rows = []
     groups: list[str] = []
     for own in names:

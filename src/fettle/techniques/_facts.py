@@ -100,6 +100,8 @@ class Facts:
     masks_alone: bool = False
     """What writes text takes no mask that says of each token what it sees, or no positions, as a model with ALiBi."""
     calibration_batches: int = 0
+    uncalled: str = ""
+    """Why a recipe has no batch on which to look at this part of a pipeline, as a phrase; empty where it has one."""
     dtype: str = "float32"
     """The commonest floating dtype among the parameters, without ``torch.``."""
     not_in_16_bits: str = ""

@@ -71,10 +71,12 @@ def _pipeline_facts(workload: Workload, allow_batch: bool) -> Facts:
     for name in sorted(names, key=lambda name: -spent[name]):
         given = [one.given[name] for one in looks if one.given[name]]
         part = Workload(module.get_submodule(name), given[0])
+        called = any(one.given[name] for one in looks[: max(1, len(workload.calibration))])
         facts = _facts(part, False, _forward_facts(part))
         found[name] = replace(
             facts, part=name, calls=max(one.costs[name].calls for one in counted), seconds=spent[name],
             share=spent[name] / seconds, calibration_batches=len(workload.calibration),
+            uncalled="" if called else "no input of the first half calls this part: put one that does first",
             uneven_steps=_uneven_steps(module.get_submodule(name), list(itertools.chain(*given))),
             shapes_vary=len(given) > 1 and {*map(_shapes, given[0])}.isdisjoint(map(_shapes, given[1])),
         )  # fmt: skip

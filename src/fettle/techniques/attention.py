@@ -68,6 +68,7 @@ class Attention(Technique):
 
     def levels(self, facts: Facts) -> list[Level]:
         manual = "" if facts.manual_attention else "no attention written out by hand was found that can be rewritten"
+        manual = manual or facts.uncalled
         bias = _biased(facts)
         found = [
             Level("as-is", "as given"),
@@ -100,7 +101,7 @@ class Attention(Technique):
 
     def usual(self, facts: Facts) -> str:
         usual = [level for level, why_not in _biased(facts).items() if not why_not and level != "flex"]
-        return usual[0] if usual else "sdpa" if facts.manual_attention else self.default
+        return usual[0] if usual else "sdpa" if facts.manual_attention and not facts.uncalled else self.default
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         runtime = recipe.levels.get("runtime", "torch")

@@ -50,11 +50,14 @@ def to_16_bits(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """Convert a model's weights; norms with running averages stay in float32, for these change by small amounts."""
     norms = [module for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._NormBase)]
     before = [tensor.detach().clone() for norm in norms for tensor in (*norm.parameters(), *norm.buffers())]
-    to_dtype(model, dtype)
-    for norm in norms:
-        norm.float()
-    for tensor, value in zip((t for norm in norms for t in (*norm.parameters(), *norm.buffers())), before, strict=True):
-        tensor.data.copy_(value)
+    # Weights made in inference mode are converted in it only, and torchao's, made outside, only outside.
+    with torch.inference_mode(any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers()))):
+        to_dtype(model, dtype)
+        for norm in norms:
+            norm.float()
+        kept = (tensor for norm in norms for tensor in (*norm.parameters(), *norm.buffers()))
+        for tensor, value in zip(kept, before, strict=True):
+            tensor.data.copy_(value)
 
 
 def computes_in_bf16(facts: Facts) -> bool:

@@ -143,8 +143,7 @@ class Session:
         self.probed_as(probed)
         check_metric(self.standings.limits, probed)
         self.refresh()
-        seconds = self.study.note("seconds")
-        self._earlier_s = float(seconds) if isinstance(seconds, (int, float)) else 0.0
+        self._earlier_s = self.study.seconds
 
     def search_in_forks(self) -> None:
         """Fork the processes of the races that search, where a final race follows. Call it before `open`, beside whose

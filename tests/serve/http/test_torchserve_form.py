@@ -45,6 +45,9 @@ def test_quoted_boundaries_preambles_and_spaces():
     [
         (form((named(b"data"), b"1")), "multipart/form-data", "no boundary"),
         (form((named(b"data"), b"1")), "multipart/form-data; boundary=", "no boundary"),
+        (form((named(b"data"), b"1")), "multipart/form-data; boundary*0=x; boundary*=utf-8''yz", "cannot be read"),
+        (form((b"Content-Disposition: form-data; name*0=da; name*=ta", b"1")), KIND, "cannot be read"),
+        (form((b"Content-Disposition: form-data; name*" + b"9" * 5000 + b"=a", b"1")), KIND, "cannot be read"),
         (form((named(b"other"), b"1")), KIND, "no field data"),
         (form(end=b"--xyz--") + form((named(b"data"), b"after the end")), KIND, "no field data"),
         (b"", KIND, "no field data"),

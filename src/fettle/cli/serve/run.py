@@ -152,8 +152,7 @@ def _say_where(server: Server, address: Address, as_json: bool, say: Callable[[s
     """Where it listens, and what can be asked there."""
     from fettle.package.handlers.generate import Settings
 
-    host = f"[{address.host}]" if ":" in address.host else address.host  # IPv6
-    base = f"{'http' if address.certificate is None else 'https'}://{host}:{server.ports[0]}"
+    base = f"{'http' if address.certificate is None else 'https'}://{address.name}:{server.ports[0]}"
     names = {name: number for name, number, _ in server.registry.versions()}
     if as_json:
         print(json.dumps({"url": base, "ports": server.ports, "models": names}), flush=True)

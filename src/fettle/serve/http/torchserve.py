@@ -40,7 +40,7 @@ async def predict(call: Call) -> Reply | None:
             return None
     version = call.choose(name, *numbers)
     body, kind = call.sent, call.header(b"content-type")[:200]
-    if kind.startswith("multipart/form-data"):
+    if kind.lower().startswith("multipart/form-data"):
         body = read_field(body, kind, ("data", "body"))
     if generates(version):
         if explain:
@@ -59,6 +59,13 @@ def read_field(body: bytes, kind: str, names: Collection[str]) -> bytes:
 
     The library's parser reads a message line by line: a picture of 64 MB would stop the event loop for seconds.
     """
+    try:
+        return _field(body, kind, names)
+    except (TypeError, ValueError) as error:  # of parameters in forms that do not go together (RFC 2231)
+        raise Malformed("the headers of the form cannot be read") from error
+
+
+def _field(body: bytes, kind: str, names: Collection[str]) -> bytes:
     message = Message()
     message["content-type"] = kind
     boundary = message.get_boundary()

@@ -7,6 +7,7 @@ Patterson 2009).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from functools import cache
@@ -34,10 +35,11 @@ class Limits:
     gb_per_s: float
 
 
-# Dense matrix units (for 4 bytes TF32 or its like) and memory, from the vendors' data sheets. The first that is part of
-# a device's name counts.
+# Dense matrix units (for 4 bytes TF32 or its like) and memory, from the vendors' data sheets. The first that stands in
+# a device's name as words of their own counts: an RTX A1000 is no A100.
 DATA_SHEETS = {
     "V100-PCIE": Limits({2: 112.0, 4: 14.0}, 900.0),
+    "V100S-PCIE": Limits({2: 130.0, 4: 16.4}, 1134.0),
     "V100": Limits({2: 125.0, 4: 15.7}, 900.0),
     "A100-SXM4-40GB": Limits({1: 624.0, 2: 312.0, 4: 156.0}, 1555.0),
     "A100-PCIE-40GB": Limits({1: 624.0, 2: 312.0, 4: 156.0}, 1555.0),
@@ -46,7 +48,9 @@ DATA_SHEETS = {
     "H100 PCIe": Limits({1: 1513.0, 2: 756.0, 4: 378.0}, 2000.0),
     "H100 NVL": Limits({1: 1671.0, 2: 835.0, 4: 417.0}, 3900.0),
     "H100": Limits({1: 1979.0, 2: 989.0, 4: 494.0}, 3350.0),
+    "GH200 144G": Limits({1: 1979.0, 2: 989.0, 4: 494.0}, 4900.0),
     "GH200": Limits({1: 1979.0, 2: 989.0, 4: 494.0}, 4000.0),
+    "H200 NVL": Limits({1: 1671.0, 2: 835.0, 4: 417.0}, 4800.0),
     "H200": Limits({1: 1979.0, 2: 989.0, 4: 494.0}, 4800.0),
     "MI210": Limits({1: 181.0, 2: 181.0, 4: 45.3}, 1638.0),
     "MI300X": Limits({1: 2615.0, 2: 1307.0, 4: 653.7}, 5300.0),
@@ -54,11 +58,12 @@ DATA_SHEETS = {
 
 
 def limits_of(trace: Trace) -> Limits | None:
-    """Limits of the trace's device, where its name is one of `DATA_SHEETS`."""
+    """Limits of the trace's device, where its name is one of `DATA_SHEETS`; of a part of one (MIG) none are known."""
     devices = trace.metadata.get("deviceProperties")
     first = devices[0] if isinstance(devices, list) and devices else None
     name = str(first.get("name", "")) if isinstance(first, dict) else ""
-    return next((limits for part, limits in DATA_SHEETS.items() if part in name), None)
+    known = (limits for part, limits in DATA_SHEETS.items() if re.search(rf"\b{part}\b", name))
+    return None if " MIG " in name else next(known, None)
 
 
 def product_table(trace: Trace, limits: Limits | None = None) -> pl.DataFrame:

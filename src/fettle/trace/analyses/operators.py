@@ -184,12 +184,7 @@ def annotation_table(trace: Trace) -> pl.DataFrame:
     inclusive, exclusive, kernels = device_time(trace, flags, parent)
     nested = np.zeros(trace.events.height, dtype=np.int64)
     np.add.at(nested, parent[rows][parent[rows] >= 0], trace.dur[rows][parent[rows] >= 0])
-    above = parent[rows]
-    again = np.zeros(len(rows), dtype=bool)
-    while (has := above >= 0).any():
-        again |= has & (name[rows] == name[np.maximum(above, 0)])
-        above = np.where(has, parent[np.maximum(above, 0)], -1)
-    outer = ~again
+    outer = ~_in_its_own(rows, parent, name)[rows]
     each = pl.DataFrame(
         {
             "annotation": pl.Series(texts, dtype=pl.String()).gather(name[rows]),
@@ -203,6 +198,26 @@ def annotation_table(trace: Trace) -> pl.DataFrame:
     table = each.group_by("annotation").agg(pl.len().alias("count"), pl.all().sum())
     order = ("device_inclusive_ns", "host_inclusive_ns", "annotation")
     return with_rank(trace, table.sort(order, descending=[True, True, False]))
+
+
+def _in_its_own(rows: Ints, parent: Ints, name: Ints) -> np.ndarray:
+    """By row, whether an event lies in another one of its name. Each is come to once, however deep they are nested."""
+    below: dict[int, list[int]] = {}
+    for row, above in zip(rows.tolist(), parent[rows].tolist(), strict=True):
+        below.setdefault(above, []).append(row)
+    found, around = np.zeros(len(parent), dtype=bool), set[int]()
+    todo = below.get(-1, [])
+    while todo:
+        row = todo.pop()
+        if row < 0:  # all that lies in the outermost of this name was looked at
+            around.remove(int(name[~row]))
+            continue
+        found[row] = name[row] in around
+        if not found[row]:
+            around.add(int(name[row]))
+            todo.append(~row)
+        todo += below.get(row, [])
+    return found
 
 
 def device_time(trace: Trace, wanted: np.ndarray, parent: Ints) -> tuple[Ints, Ints, Ints]:

@@ -67,6 +67,12 @@ TABLES: dict[str, Callable[[Trace], pl.DataFrame]] = {
 }
 
 
+_QUOTED = re.compile(r"""'[^']*'|"([^"]*)\"""")
+_ODD = re.compile(r"--|/\*|[\\$`]")
+"""Comments and other quotes: beside these nothing is taken for a text."""
+_READS = re.compile(r"\bread_(\w+\s*\(|(csv|ipc|json|ndjson|parquet)\b)", re.IGNORECASE)
+
+
 def query(traces: list[Trace], text: str) -> pl.DataFrame:
     """Run one SQL query over the tables named in `TABLES`; all ranks are in each table. Tables that the text names
     are computed.
@@ -76,7 +82,7 @@ def query(traces: list[Trace], text: str) -> pl.DataFrame:
     """
     if not re.match(r"\s*(select|with)\b", text, re.IGNORECASE):
         raise UsageError("only queries: select ... from ... (or with ... select ...)")
-    if re.search(r"\bread_\w+\s*\(", re.sub("'[^']*'", "", text), re.IGNORECASE):
+    if _READS.search(text if _ODD.search(text) else _QUOTED.sub(r"\1 ", text)):
         raise UsageError(f"only the trace is read: tables {', '.join(TABLES)}")
     named = [name for name in TABLES if name in text.lower()]
     frames = {name: pl.concat([TABLES[name](t) for t in traces], how="diagonal_relaxed") for name in named}
