@@ -159,14 +159,16 @@ def test_spread(given: object, args: tuple, kwargs: dict) -> None:
 
 
 def test_a_fresh_batch_may_be_written_into_and_drawn_from() -> None:
-    given = {"x": torch.zeros(2), "deep": [Pair(torch.Generator().manual_seed(3), "text")]}
+    given = {"x": torch.zeros(2), "array": np.zeros(2), "deep": [Pair(torch.Generator().manual_seed(3), "text")]}
     wanted = torch.rand(2, generator=torch.Generator().manual_seed(3))
     for _ in range(2):
         own = fresh(given)
         own["x"] += 1
+        own["array"] += 1
         assert torch.equal(torch.rand(2, generator=own["deep"][0].left), wanted)
         assert own["deep"][0].right == "text"
     assert torch.equal(given["x"], torch.zeros(2))
+    assert given["array"].tolist() == [0, 0]
 
 
 class TestLeaves:
