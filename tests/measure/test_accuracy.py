@@ -165,6 +165,22 @@ def test_a_model_that_writes_into_its_input_has_a_reference_and_no_noise(tmp_pat
     assert torch.equal(read_reference(str(tmp_path / "reference"))[0]["output"].float(), torch.full((2, 3), 2.0))
 
 
+def test_a_model_that_writes_into_an_array_has_no_noise(tmp_path):
+    """What it wrote would pass for what it draws, and so much would be allowed on top of the limit."""
+    array = numpy.ones((2, 3), "float32")
+    written = write_reference(Workload(lambda x: torch.from_numpy(x).add_(1), [array]), str(tmp_path / "reference"))
+    assert written.noise == 0
+    assert (array == 1).all()
+
+
+def test_a_mask_of_padding_may_be_an_array(tmp_path):
+    mask = numpy.array([[1, 1, 0], [1, 0, 0]])
+    workload = Workload(lambda x, mask: x, [{"x": torch.ones(2, 3, 4), "mask": mask}], padding="mask")
+    write_reference(workload, str(tmp_path / "reference"))
+    (answer,) = read_reference(str(tmp_path / "reference"))
+    assert answer["output"][..., 0].tolist() == mask.tolist()
+
+
 def test_a_reference_is_written_whole_beside_whoever_else_writes_it(tmp_path, monkeypatch):
     def save(answers, path):
         with open(path, "w") as file:
