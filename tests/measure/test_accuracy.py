@@ -143,6 +143,14 @@ def test_growing_a_batch_and_cutting_its_output_back() -> None:
     assert torch.equal(first_rows({".y": grown["x"]}, 4, reference)[".y"], batch["x"])
 
 
+def test_rows_that_come_second_in_an_output_are_cut_back_too() -> None:
+    """As those of what a recurrent layer remembers: each recipe with larger batches was rejected for their number."""
+    memory = torch.randn(1, 3, 4)
+    assert torch.equal(first_rows({"h": torch.cat([memory] * 2, 1)}, 2, {"h": memory})["h"], memory)
+    square = torch.ones(6, 6)
+    assert first_rows({"s": square}, 2, {"s": torch.ones(3, 3)})["s"] is square
+
+
 def test_a_batch_with_other_rows_than_were_counted_grows_as_well() -> None:
     """The last one of a loader, or where `samples` are frames: one that stays as it is would be fast for its size."""
     assert repeat_rows({"scale": torch.tensor(2.0), "x": torch.ones(3, 2)}, 4, 8)["x"].shape == (12, 2)
