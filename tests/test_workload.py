@@ -114,6 +114,9 @@ class TestWorkload:
         with Refused("samples are", "rows"):
             Workload(model(), [batch()], samples=samples)  # type: ignore[arg-type]
 
+    def test_rows_that_numpy_has_counted_can_be_told_to_another_process(self) -> None:
+        assert type(Workload(model(), [batch()], samples=np.int64(3)).samples) is int
+
     def test_what_calibrates_and_what_judges_are_apart(self) -> None:
         batches = [torch.full((1,), float(index)) for index in range(5)]
         assert Workload(model(), batches).calibration == batches[:2]

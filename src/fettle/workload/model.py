@@ -73,6 +73,8 @@ class Workload:
                 raise UsageError(f"the workload's {name} is {type_text(value)}, which cannot be called")
         if self.samples is not None and (not isinstance(self.samples, Integral) or self.samples < 1):
             raise UsageError(f"the workload's samples are {self.samples!r}: give the number of rows in one call")
+        if self.samples is not None:
+            object.__setattr__(self, "samples", int(self.samples))  # NumPy's own numbers are told to no other process
         _check_parts(self.model, self.parts)
         read = read_batches(self.inputs, self.model, self.call)
         object.__setattr__(self, "inputs", read.items)
