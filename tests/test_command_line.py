@@ -128,7 +128,8 @@ def workload(seed=0):
     warnings.warn("a warning of a library")
     logging.getLogger("library").error("a log of a library")
     os.write(2, b"what C++ code prints\\n"), os.write(1, b"what a program prints\\n")
-    print("a print"), print("another", file=sys.stderr)
+    print("a print"), print("another", file=sys.stderr), sys.stdout.buffer.write(b"bytes")
+    sys.stdout.reconfigure(line_buffering=True), sys.stderr.fileno()  # as programs do
     assert sys.argv[1:] == [] and sys.stdin.read() == ""  # no arguments of fettle's, and nobody to ask
     return {"model": torch.nn.Linear(4, 2), "optimizer": torch.optim.SGD, "data": [torch.ones(3, 4)],
             "loss": lambda model, batch: model(batch).mean()}
@@ -339,6 +340,8 @@ def test_limits_for_ci_that_say_nothing_are_refused(run_fettle, text: str) -> No
         ("doctor m.py --lock r.lock", "leave out TARGET"),
         ("plan m.py --device-memory 0", "give the memory of one device"),
         ("study m.py --enqueue", "give it one, --study NAME"),
+        ("study --from-csv t.csv --enqueue", "leave out the targets and how to measure"),
+        ("study --storage s.db --study night --design ladder", "leave out how to measure, or name them"),
         ("serve load http://a --ttft 1s -c 1", "give its URL with /v1"),
         ("serve package m.py --chat-template t.jinja", "for --handler generate"),
         ("serve run --store absent", "no such folder: absent"),

@@ -33,6 +33,12 @@ def test_a_file_is_written_whole_and_its_folder_made(tmp_path: Path) -> None:
     assert [item.name for item in path.parent.iterdir()] == [path.name]
 
 
+def test_a_name_of_the_most_bytes_that_there_may_be_is_written(tmp_path: Path) -> None:
+    path = tmp_path / f"{'模' * 83}.json"
+    write_text(path, "")
+    assert [item.name for item in tmp_path.iterdir()] == [path.name]
+
+
 def test_a_file_is_for_those_whom_the_umask_lets_read_it(tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:

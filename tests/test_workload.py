@@ -114,6 +114,9 @@ class TestWorkload:
         with Refused("samples are", "rows"):
             Workload(model(), [batch()], samples=samples)  # type: ignore[arg-type]
 
+    def test_rows_that_numpy_has_counted_can_be_told_to_another_process(self) -> None:
+        assert type(Workload(model(), [batch()], samples=np.int64(3)).samples) is int
+
     def test_what_calibrates_and_what_judges_are_apart(self) -> None:
         batches = [torch.full((1,), float(index)) for index in range(5)]
         assert Workload(model(), batches).calibration == batches[:2]
@@ -159,14 +162,16 @@ def test_spread(given: object, args: tuple, kwargs: dict) -> None:
 
 
 def test_a_fresh_batch_may_be_written_into_and_drawn_from() -> None:
-    given = {"x": torch.zeros(2), "deep": [Pair(torch.Generator().manual_seed(3), "text")]}
+    given = {"x": torch.zeros(2), "array": np.zeros(2), "deep": [Pair(torch.Generator().manual_seed(3), "text")]}
     wanted = torch.rand(2, generator=torch.Generator().manual_seed(3))
     for _ in range(2):
         own = fresh(given)
         own["x"] += 1
+        own["array"] += 1
         assert torch.equal(torch.rand(2, generator=own["deep"][0].left), wanted)
         assert own["deep"][0].right == "text"
     assert torch.equal(given["x"], torch.zeros(2))
+    assert given["array"].tolist() == [0, 0]
 
 
 class TestLeaves:

@@ -105,7 +105,7 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
             yield target
             return
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f".{target.stem[:100]}.{secrets.token_hex(4)}{target.suffix}")
+        partial = target.with_name(f".{target.stem[:40]}.{secrets.token_hex(4)}{target.suffix}")
         partial.touch(exist_ok=False)
         try:
             yield partial

@@ -143,6 +143,14 @@ def test_growing_a_batch_and_cutting_its_output_back() -> None:
     assert torch.equal(first_rows({".y": grown["x"]}, 4, reference)[".y"], batch["x"])
 
 
+def test_rows_that_come_second_in_an_output_are_cut_back_too() -> None:
+    """As those of what a recurrent layer remembers: each recipe with larger batches was rejected for their number."""
+    memory = torch.randn(1, 3, 4)
+    assert torch.equal(first_rows({"h": torch.cat([memory] * 2, 1)}, 2, {"h": memory})["h"], memory)
+    square = torch.ones(6, 6)
+    assert first_rows({"s": square}, 2, {"s": torch.ones(3, 3)})["s"] is square
+
+
 def test_a_batch_with_other_rows_than_were_counted_grows_as_well() -> None:
     """The last one of a loader, or where `samples` are frames: one that stays as it is would be fast for its size."""
     assert repeat_rows({"scale": torch.tensor(2.0), "x": torch.ones(3, 2)}, 4, 8)["x"].shape == (12, 2)
@@ -163,6 +171,22 @@ def test_a_model_that_writes_into_its_input_has_a_reference_and_no_noise(tmp_pat
     assert written.noise == 0
     assert torch.equal(batch, torch.ones(2, 3))
     assert torch.equal(read_reference(str(tmp_path / "reference"))[0]["output"].float(), torch.full((2, 3), 2.0))
+
+
+def test_a_model_that_writes_into_an_array_has_no_noise(tmp_path):
+    """What it wrote would pass for what it draws, and so much would be allowed on top of the limit."""
+    array = numpy.ones((2, 3), "float32")
+    written = write_reference(Workload(lambda x: torch.from_numpy(x).add_(1), [array]), str(tmp_path / "reference"))
+    assert written.noise == 0
+    assert (array == 1).all()
+
+
+def test_a_mask_of_padding_may_be_an_array(tmp_path):
+    mask = numpy.array([[1, 1, 0], [1, 0, 0]])
+    workload = Workload(lambda x, mask: x, [{"x": torch.ones(2, 3, 4), "mask": mask}], padding="mask")
+    write_reference(workload, str(tmp_path / "reference"))
+    (answer,) = read_reference(str(tmp_path / "reference"))
+    assert answer["output"][..., 0].tolist() == mask.tolist()
 
 
 def test_a_reference_is_written_whole_beside_whoever_else_writes_it(tmp_path, monkeypatch):

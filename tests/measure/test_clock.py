@@ -3,6 +3,7 @@
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -46,3 +47,16 @@ def test_batches_of_another_structure_are_one_sample_together() -> None:
     assert rotation([{"x": x}, {"x": x}]) == [[{"x": x}], [{"x": x}]]
     for other in ({"x": longer}, {"x": x, "mask": x}, {"y": x}, (x,)):
         assert len(rotation([{"x": x}, other])) == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "alike", "other"),
+    [
+        (np.ones((2, 3)), np.zeros((2, 3)), np.ones((2, 4))),
+        ("a text", "as one", "a longer text"),
+        ({"x": torch.ones(2), "steps": 10}, {"x": torch.ones(2), "steps": 10}, {"x": torch.ones(2), "steps": 50}),
+    ],
+)
+def test_arrays_texts_and_numbers_that_differ_are_one_sample_together_too(batch, alike, other) -> None:
+    assert rotation([batch, alike]) == [[batch], [alike]]
+    assert rotation([batch, other]) == [[batch, other]]

@@ -36,7 +36,7 @@ class Machine:
     def __init__(self, busy) -> None:
         self.busy, self.now, self.others_s, self.own_s = busy, 0.0, 0.0, 0.0
         self.first, self.cores, self.asleep_s = False, 2, 0.0
-        self.quota, self.throttled_s = 0.0, 0.0
+        self.quota, self.throttled_s, self.ended = 0.0, 0.0, 0
         """What share of a slice a quota takes."""
         self.happens = lambda: None
         """What happens to the machine in the middle of the fifth slice."""
@@ -96,6 +96,9 @@ class Worker:
 
     def pause(self) -> None: ...
 
+    def close(self) -> None:
+        self.machine.ended += 1
+
 
 def run(monkeypatch, busy, *, patience_s=0.0, may_go_first=False, under_load=False, rounds=6, happens=None, quota=0.0):
     machine = Machine(busy)
@@ -123,6 +126,15 @@ def test_on_a_quiet_machine_each_slice_is_taken_once(monkeypatch):
     assert {(one.process, one.round) for one in slices}
     assert len(slices) == len({(s.process, s.round) for s in slices})
     assert set(machine.asked) == {(False, False)}
+
+
+def test_a_process_that_fails_in_a_slice_is_ended_and_holds_no_memory(monkeypatch):
+    def fails(machine):
+        raise WorkerError("out of memory: CUDA out of memory", "memory")
+
+    machine, slices = run(monkeypatch, lambda now: 0.0, happens=fails)
+    assert machine.ended == 1
+    assert len({one.round for one in slices}) > 2
 
 
 def test_a_quota_is_not_waited_for(monkeypatch):

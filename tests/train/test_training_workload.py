@@ -2,6 +2,7 @@
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -66,6 +67,10 @@ def test_bad_fields_get_one_line(changes, says):
 def test_a_loop_whose_step_cannot_be_made_gets_one_line(changes, says):
     with pytest.raises(UsageError, match=says):
         _check_step(made(**changes), training_facts(made(**changes)))
+
+
+def test_rows_that_numpy_has_counted_can_be_told_to_another_process():
+    assert type(made(samples=np.int64(4)).samples) is int
 
 
 def test_stream_goes_round_and_seeds_reorder_it():

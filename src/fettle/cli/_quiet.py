@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
-import io
 import logging
 import os
 import sys
@@ -64,8 +63,10 @@ def users_code_quiet() -> Iterator[None]:
     with ExitStack() as undo, open(os.devnull, "r+b") as nowhere:
         undo.callback(sys.argv.extend, arguments)
         del sys.argv[1:]
-        undo.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        undo.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        # A script may set how its lines are written. A log that it begins keeps the file, which so stays open.
+        unread = stream(os.open(os.devnull, os.O_WRONLY), closefd=True, encoding="utf-8", errors="replace")
+        undo.enter_context(contextlib.redirect_stdout(unread))
+        undo.enter_context(contextlib.redirect_stderr(unread))
         for descriptor in (0, 1):
             with contextlib.suppress(OSError):  # closed
                 before = os.dup(descriptor)

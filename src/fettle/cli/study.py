@@ -161,7 +161,7 @@ def command(
         polite=polite, trial_timeout_s=_options.duration_s(trial_timeout, "--trial-timeout"),
     )  # fmt: skip
     if from_csv is not None:
-        if targets or settings != Settings(output=folder):
+        if targets or enqueue or settings != Settings(output=folder):
             raise UsageError("`from_csv` reads what was measured: leave out the targets and how to measure them")
         if os.path.realpath(from_csv) in map(os.path.realpath, (folder / "study.csv", *wanted.values())):
             raise UsageError(f"{from_csv} would be written over: give another `output`")
@@ -178,6 +178,8 @@ def command(
         _enqueue(targets or [], settings, as_json)
         return
     from_storage = storage is not None and study is not None and not targets
+    if from_storage and settings != Settings(output=folder, storage=storage, name=settings.name):
+        raise UsageError("without targets what is in the storage is only drawn: leave out how to measure, or name them")
     done = stored(settings) if from_storage else measured(targets or [], settings, agreed=yes, quiet=as_json)
     show(folder, wanted, f"{done.design} of {', '.join(done.table.groups)}", done.table, done, theirs, as_json)
 

@@ -139,15 +139,16 @@ def repeat_rows(batch: Any, factor: int, rows: int) -> Any:
 
 
 def first_rows(outputs: Outputs, factor: int, reference: Outputs) -> Outputs:
-    """Cut outputs of a batch grown by `factor` back to the rows that the reference has."""
-    if factor == 1:
-        return outputs
-    return {
-        path: value[: len(reference[path])]
-        if path in reference and value.dim() and value.shape[0] == factor * len(reference[path])
-        else value
-        for path, value in outputs.items()
-    }
+    """Cut outputs of a batch grown by `factor` back to the rows that the reference has, in whatever dimension they are:
+    recurrent layers have theirs in the second."""
+
+    def cut(value: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        grown = [dim for dim, (now, then) in enumerate(zip(value.shape, shape, strict=False)) if now != then]
+        if value.dim() == len(shape) and len(grown) == 1 and value.shape[grown[0]] == factor * shape[grown[0]]:
+            return value.narrow(grown[0], 0, shape[grown[0]])
+        return value
+
+    return {path: cut(value, reference[path].shape) if path in reference else value for path, value in outputs.items()}
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

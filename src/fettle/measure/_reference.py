@@ -1,7 +1,7 @@
 """The reference: what the answers should be.
 
-The workload in eval mode, eager, in float64 where that is affordable, else in float32. The model is run in its own
-precision first, and once more with other seeds: how far the two runs are apart is the model's own noise.
+The workload in eval mode, eager, in float64 where that is affordable, else in its own precision. It is run in that
+first, and once more with other seeds: how far the two runs are apart is the model's own noise.
 """
 
 from __future__ import annotations

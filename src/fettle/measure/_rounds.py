@@ -72,6 +72,7 @@ class Rounds:
                     self._turn(runner, before + count)
                 except WorkerError as error:
                     started.live, runner.failure = False, str(error)
+                    runner.worker.close()  # the others may need its memory
             live = sum(started.live for started in running)
             self.on_progress(Progress(f"round {before + count}, {live} in the race"))
             ends_early = not rules.equal_rounds and count in LOOKS

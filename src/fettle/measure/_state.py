@@ -31,7 +31,7 @@ from fettle.measure.messages import Examine, Examined, MeasurePeaks, Peaks, Prep
 from fettle.procs.forks import Imports, imports
 from fettle.procs.limits import pages_fetched, resident_bytes
 from fettle.techniques import Notes, state_kept
-from fettle.workload import again, device_of, leaves, spread, tensors
+from fettle.workload import again, device_of, is_numbers, leaves, spread, tensors
 
 
 @dataclass
@@ -216,15 +216,23 @@ def one_sample(state: State) -> int:
 
 
 def rotation(batches: Sequence[Any]) -> list[list[Any]]:
-    """Batches grouped into samples: each alone where they have one shape, all together where they differ."""
-    return [[batch] for batch in batches] if same_shapes(batches) else [list(batches)]
+    """Batches grouped into samples: each alone where they have one shape, all together where they differ, also in their
+    plain numbers or how long their texts are: a call may take as long as these say."""
+
+    def said(batch: Any) -> tuple[Any, ...]:
+        plain = (leaf for _, leaf in leaves(batch) if isinstance(leaf, (str, bytes, int, float)))
+        return tuple(len(leaf) if isinstance(leaf, (str, bytes)) else leaf for leaf in plain)
+
+    alike = same_shapes(batches) and len(set(map(said, batches))) == 1
+    return [[batch] for batch in batches] if alike else [list(batches)]
 
 
 def same_shapes(batches: Iterable[Any]) -> bool:
-    """Whether the tensors of all batches lie at the same places and have the same shapes."""
+    """Whether the tensors and arrays of all batches lie at the same places and have the same shapes."""
 
     def shapes(batch: Any) -> tuple[Any, ...]:
-        return tuple((path, leaf.shape) for path, leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
+        numbers = ((path, leaf) for path, leaf in leaves(batch) if isinstance(leaf, torch.Tensor) or is_numbers(leaf))
+        return tuple((path, leaf.shape) for path, leaf in numbers)
 
     return len(set(map(shapes, batches))) == 1
 

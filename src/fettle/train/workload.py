@@ -93,6 +93,8 @@ class TrainingWorkload:
             raise UsageError(f"the training workload's max_grad_norm is {norm!r}: give a number above 0, or None")
         if self.samples is not None and (not isinstance(self.samples, Integral) or self.samples < 1):
             raise UsageError(f"the training workload's samples are {self.samples!r}: give the rows in one batch")
+        if self.samples is not None:
+            object.__setattr__(self, "samples", int(self.samples))  # NumPy's own numbers are told to no other process
 
     def _check_data(self) -> None:
         data = self.data

@@ -73,6 +73,8 @@ class Workload:
                 raise UsageError(f"the workload's {name} is {type_text(value)}, which cannot be called")
         if self.samples is not None and (not isinstance(self.samples, Integral) or self.samples < 1):
             raise UsageError(f"the workload's samples are {self.samples!r}: give the number of rows in one call")
+        if self.samples is not None:
+            object.__setattr__(self, "samples", int(self.samples))  # NumPy's own numbers are told to no other process
         _check_parts(self.model, self.parts)
         read = read_batches(self.inputs, self.model, self.call)
         object.__setattr__(self, "inputs", read.items)
@@ -117,12 +119,15 @@ class Workload:
         if not self.padding:
             return output
 
-        mask = spread(batch)[1][self.padding]
+        import torch
+
+        filled_up = torch.as_tensor(spread(batch)[1][self.padding]) == 0  # it may be an array
 
         def without(leaf: torch.Tensor) -> torch.Tensor:
-            if leaf.shape[:2] != mask.shape:
+            if leaf.shape[:2] != filled_up.shape:
                 return leaf
-            return leaf.masked_fill((mask == 0).reshape(*mask.shape, *[1] * (leaf.dim() - 2)), 0)
+            places = filled_up.reshape(*filled_up.shape, *[1] * (leaf.dim() - 2))
+            return leaf.masked_fill(places.to(leaf.device), 0)  # the model may have moved what it was given
 
         return map_tensors(without, output)
 

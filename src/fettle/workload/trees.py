@@ -116,13 +116,16 @@ def wait_for(device: str | torch.device) -> None:
 
 
 def fresh(batch: Any) -> Any:
-    """A batch of its own: a model may write into its tensors, and draw from its generators."""
+    """A batch of its own: a model may write into its tensors and arrays, and draw from its generators."""
+    import numpy
     import torch
 
     def own(leaf: Any) -> Any:
+        if isinstance(leaf, numpy.ndarray):
+            return leaf.copy()
         return leaf.clone_state() if isinstance(leaf, torch.Generator) else leaf.clone()
 
-    return map_tensors(own, batch, (torch.Tensor, torch.Generator))
+    return map_tensors(own, batch, (torch.Tensor, torch.Generator, numpy.ndarray))
 
 
 def map_tensors(change: Any, tree: Any, kinds: Any = None) -> Any:
