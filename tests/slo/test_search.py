@@ -31,7 +31,7 @@ from fettle.recipe import Recipe
 from fettle.report import slo_page
 from fettle.slo import proof
 from fettle.slo import search as room
-from fettle.slo.calibrate import Calibration, Stopped
+from fettle.slo.calibrate import Calibration
 from fettle.slo.kept import Tested as OneTest
 from fettle.slo.kept import open_journal
 from fettle.slo.outcome import as_data, explain, front, torchserve_rows
@@ -42,6 +42,7 @@ from fettle.slo.ranking import between, rank, worker_splits
 from fettle.slo.search import search
 from fettle.slo.server_process import ServerFailure, ServerProcess, ServerStats, StageTimes
 from fettle.slo.simulate import Costs, capacity
+from fettle.slo.stopping import Stopped
 from fettle.slo.variants import _digest, distinct, package_all, study_recipes
 from fettle.workload import find_target
 from tests.forking import forked
@@ -637,6 +638,33 @@ def test_recipes_of_a_study(tmp_path, forks):
         study_recipes(target, str(tmp_path / "none.db"), "", 3)
 
 
+def test_a_server_that_does_not_start_is_not_waited_for_once_the_search_is_stopped(package):
+    with pytest.raises(Stopped):
+        asyncio.run(ServerProcess.start(package, package.settings, (), lambda: True))
+
+
+def test_ctrl_c_ends_the_measurement_of_what_serving_adds(monkeypatch):
+    """It takes thirty calls of the largest batch."""
+    from fettle.load.run import Run
+    from fettle.slo import overheads
+
+    async def closed_loop(requests, clients, seconds, stop):
+        return Run("closed", 0.0, 1.0, np.full(4, 0.1), clients, {200: 4}, interrupted=stop.is_set())
+
+    async def stats():
+        return ServerStats()
+
+    async def measure():
+        stop = asyncio.Event()
+        stop.set()
+        served, curve = SimpleNamespace(stats=stats), CostCurve((1,), (0.1,))
+        await overheads.measure_overheads(served, [], curve, workers=1, max_rows=1, stop=stop)
+
+    monkeypatch.setattr(overheads, "closed_loop", closed_loop)
+    with pytest.raises(Stopped):
+        asyncio.run(measure())
+
+
 def test_overheads_are_what_the_two_loops_leave_beside_the_model(monkeypatch):
     """One client waits 5 ms, 2 of them for the model; two workers make calls of 4 rows in 4.5 ms, 3.9 of it the model.
 
@@ -655,7 +683,7 @@ def test_overheads_are_what_the_two_loops_leave_beside_the_model(monkeypatch):
         async def stats(self):
             return next(self.looks)
 
-    async def closed_loop(requests, clients, seconds):
+    async def closed_loop(requests, clients, seconds, stop):
         latency = np.full(400, 0.005 if clients == 1 else 0.02)
         return Run("closed", 0.0, 400 / (2 * 4 / 0.0045), latency, clients, {200: 400})
 

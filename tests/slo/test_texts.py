@@ -247,7 +247,7 @@ def test_costs_are_corrected_where_steps_take_longer_than_simulated(package, mon
 
 
 def test_a_setting_whose_server_fails_is_not_tried_again(package, monkeypatch):
-    async def start(package, settings):
+    async def start(package, settings, *rest):
         async def close(): ...
 
         if settings.max_rows == 8:
@@ -282,7 +282,7 @@ def test_a_package_that_is_refused_ends_no_search(monkeypatch):
     def refused(*asked):
         raise UsageError("no text fits")
 
-    monkeypatch.setattr(text_costs.Child, "call", refused)
+    monkeypatch.setattr(text_costs.Stoppable, "call", refused)
     found = text_costs.calibrate_texts(SimpleNamespace(folder="there"), most=1, prompt=1, whole=2)
     assert found.failures == {"loading": "no text fits"}
 

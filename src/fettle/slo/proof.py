@@ -22,11 +22,11 @@ from fettle.measure import Load, Surroundings
 from fettle.package.host import host_id
 from fettle.package.manifest import Package
 from fettle.package.settings import CostCurve, ServeSettings
-from fettle.slo.calibrate import Stopped
 from fettle.slo.kept import Tested, package_key
 from fettle.slo.points import Outcome, Point, Proven, SearchResult, Setting
 from fettle.slo.server_process import ServerFailure, ServerProcess, ServerStats
 from fettle.slo.simulate import Costs, simulate
+from fettle.slo.stopping import Stopped
 from fettle.units import rate_text
 
 T = TypeVar("T")
@@ -127,6 +127,7 @@ async def prove(
     """
     setting, limit_s = point.setting, result.limit_s
     settings = serve_settings(package.settings, setting, costs, limit_s)
+    watch = around or Surroundings(stopped=stop.is_set if stop is not None else lambda: False)
 
     def on_test(rate: float) -> None:
         if stop is not None and stop.is_set():
@@ -138,7 +139,7 @@ async def prove(
 
     await bracket(
         point, result, journal or Journal(), expected or point.predicted, to_beat, near=bool(expected), key=key,
-        start=lambda: ServerProcess.start(package, settings, trust), on_test=on_test, around=around or Surroundings(),
+        start=lambda: ServerProcess.start(package, settings, trust, watch.stopped), on_test=on_test, around=watch,
         test=lambda served, rate: _test(
             served, package, point, costs, rate, load_test_s(rate, seconds), limit_s, stop
         ),

@@ -31,12 +31,12 @@ from fettle.package.handlers.generate import Settings
 from fettle.package.handlers.text import read_tokenizer
 from fettle.package.manifest import Package
 from fettle.package.settings import ServeSettings, powers
-from fettle.slo.calibrate import Stopped
 from fettle.slo.kept import Tested, open_journal, package_key
 from fettle.slo.outcome import torchserve_test
 from fettle.slo.points import Failure, Outcome, Proven, Variant
 from fettle.slo.proof import bracket, load_test_s, loaded
 from fettle.slo.server_process import ServerFailure, ServerProcess
+from fettle.slo.stopping import Stopped
 from fettle.slo.text_costs import CHUNKS, TextCosts, calibrate_texts
 from fettle.slo.text_simulation import Tables, simulate_texts, text_capacity
 from fettle.units import count_text
@@ -270,7 +270,7 @@ class _Search:
 
         await bracket(
             point, result, self.journal, point.predicted, to_beat, near=bool(to_beat), on_test=on_test, key=key,
-            start=lambda: ServerProcess.start(package, settings), around=self.around,
+            start=lambda: ServerProcess.start(package, settings, (), self.stop.is_set), around=self.around,
             test=lambda served, rate: self._test(served, setting, rate),
         )  # fmt: skip
 

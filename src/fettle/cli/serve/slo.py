@@ -283,9 +283,9 @@ class _Work:
     ) -> SearchResult:
         """Make the packages, and find the best setting as `fettle.slo.search` does; Ctrl-C ends it early."""
         from fettle.loop import stopped_by_interrupt
-        from fettle.slo.calibrate import Stopped
         from fettle.slo.kept import open_journal
         from fettle.slo.search import search
+        from fettle.slo.stopping import Stopped
         from fettle.slo.variants import package_all
 
         stop = stopped_by_interrupt()
