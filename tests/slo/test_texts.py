@@ -130,6 +130,12 @@ def test_what_bounds_the_rate():
     assert served.itl_s(100) > 0.012
 
 
+def test_texts_whose_prompts_take_most_of_the_time_have_a_capacity():
+    """A prompt takes 0.18 s, in sixteen parts, and its one token a hundredth of a second."""
+    tables = Tables.of(costs(longest=1100), 1100, 64)
+    assert 0.3 < text_capacity([1024], [1], 1, 64, tables, TextLimits(0.4, 0)) < 5
+
+
 class Server:
     """Answers a load test as the simulation does, only slower."""
 
