@@ -15,6 +15,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -367,6 +368,13 @@ def test_a_server_that_fails_is_a_failure(package, made_up, monkeypatch):
     assert {failure.why for failure in found.failures} == {"the server ended"}
 
 
+def test_no_batch_is_tried_that_is_larger_than_was_asked_for_where_calls_have_the_sizes_of_buckets(package, made_up):
+    made_up.costs = made_up.truth = {1: 0.01, 2: 0.012, 4: 0.016, 8: 0.02}
+    served = msgspec.structs.replace(package.settings, buckets=(1, 2, 4, 8))
+    found = asyncio.run(search(replace(package, settings=served), 0.1, most_rows=6, cores=1))
+    assert {point.setting.max_rows for point in found.points} == {1, 2, 4}
+
+
 def test_numbers_of_workers_between_the_best_and_its_neighbours(package, made_up):
     made_up.costs = made_up.truth = {1: 0.01, 2: 0.012, 4: 0.016}
     found = asyncio.run(search(package, 0.1, most_rows=4, cores=8))
@@ -389,8 +397,6 @@ def test_a_recipe_far_behind_is_left_out_and_a_price_is_a_cost(package, made_up,
         return Calibration({n: tuple(scale * v for v in s) for n, s in made.samples.items()}, {}, made.memory_bytes)
 
     monkeypatch.setattr(room, "calibrate", slower)
-    import msgspec
-
     slow = replace(package, manifest=msgspec.structs.replace(package.manifest, version="slow", recipe={"a": "b"}))
     found = asyncio.run(
         search([Variant("fast", package), Variant("slow", slow)], 0.1, most_rows=4, cores=2, prices={"cpu": 0.36})

@@ -32,7 +32,7 @@ _Array = np.ndarray[Any, Any]
 WINDOW_S = 1.0
 MAX_CONNECTIONS = 2048
 CONNECT_S = 10.0
-"""The longest that one of the first connections may take: where nothing answers at all, the system tries for minutes."""
+"""The longest that one of the first connections may take: where nothing answers, the system tries for minutes."""
 
 
 async def open_loop(

@@ -145,7 +145,9 @@ class _Search:
             self.result.failures.append(Failure(f"{branch}{at}", why))
         if calibration.samples:
             self.result.loads.append(calibration.load)
-            self.result.branches[branch] = Measured(branch, calibration, package.settings.buckets, lender=self._lender)
+            self.result.branches[branch] = Measured(
+                branch, calibration, package.settings.buckets, most, lender=self._lender
+            )  # fmt: skip
 
     def _lacks_memory(self, branch: Branch) -> str:
         """Why so many workers would not fit beside each other, by what one was seen to need; empty where they would."""
