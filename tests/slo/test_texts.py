@@ -314,6 +314,10 @@ def test_the_command_says_what_is_wrong(run_fettle, store, tmp_path, monkeypatch
         ((store / "net-1", "--itl", "1s", "--prompt-tokens", "x"), "not a length"),
         ((store / "net-1", "--itl", "1s", "-o", "load.html"), "ends in .csv or a folder"),
         (("a.py:b", "--p99", "1s", "--study", "night"), "--storage"),
+        (("a.py:b", "--p99", "1s", "--recipes", "5"), "--storage"),
+        ((store / "net-1", "--p99", "1s", "--max-error", "0.1"), "for the recipes of a target"),
+        ((store / "net-1", "--p99", "1s", "--output-tokens", "64"), "are for --ttft and --itl"),
+        ((store / "net-1", "--itl", "1s", "--max-error", "0.1"), "without --p99, --recipe, --storage, --max-error"),
         ((store / "net-1", "a.py:b", "--p99", "1s"), "a.py:b is no package"),
         ((store / "net-1", store / "m.zip", "--p99", "1s"), "is not a package"),
     ):  # fmt: skip
