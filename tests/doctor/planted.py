@@ -449,6 +449,8 @@ CASES = [
     }), "changed-files", "warning", ("missing", "triton/b.py")),
     Case("an extra index by variable", variables(PIP_EXTRA_INDEX_URL="https://me:secret@download.pytorch.org/whl/cu130"),
          "shadowing-index", "warning", ("PIP_EXTRA_INDEX_URL", "***@download.pytorch.org", "unset PIP_EXTRA_INDEX_URL")),
+    Case("a password that holds an at sign", variables(PIP_EXTRA_INDEX_URL="https://me:p@ss@packages.example.com/whl"),
+         "shadowing-index", "warning", ("//***@packages.example.com",)),
     Case("an extra index by file", files({"/home/me/.config/pip/pip.conf": "[install]\nextra-index-url =\n"
          "    https://packages.example.com/simple\n"}), "shadowing-index", "warning", ("pip.conf", "example.com")),
     Case("an index without TLS", variables(PIP_INDEX_URL="http://packages.example.com/simple"), "shadowing-index",

@@ -174,6 +174,14 @@ def test_what_a_program_has_set_and_built_is_seen(tmp_path: Path) -> None:
     assert found.start_method == torch.multiprocessing.get_context().get_start_method()  # where nobody chose one
 
 
+def test_weights_that_torchao_holds_in_8_bits_are_not_compared() -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    model = nn.Sequential(nn.Linear(64, 64))
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    (seen,) = this_program(model).models
+    assert (seen.dtypes, seen.tiny) == (("float32",), 0.0)
+
+
 def test_tf32_by_two_names_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     matmul, source = torch.backends.cuda.matmul, tmp_path / "train.py"
     monkeypatch.setattr(program, "_own_files", lambda: {str(source)})
@@ -198,6 +206,13 @@ def test_the_real_files_cannot_be_made_to_wait_or_fail(tmp_path: Path) -> None:
     assert files.sha256(str(tmp_path / "a")).startswith("ba7816bf")
     assert files.can_write(str(tmp_path / "new" / "folder"))
     assert files.free_bytes(str(tmp_path / "new")) > 0
+
+
+def test_a_folder_named_from_where_we_are_can_be_made_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of TORCHINDUCTOR_CACHE_DIR=cache/compiled."""
+    monkeypatch.chdir(tmp_path)
+    assert Files().can_write("cache/compiled")
+    assert Files().free_bytes("cache/compiled") > 0
 
 
 def test_the_quick_checks_read_variables_and_say_warnings(monkeypatch: pytest.MonkeyPatch) -> None:

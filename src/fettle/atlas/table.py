@@ -182,10 +182,10 @@ def parse(path: Path) -> list[Row]:
     with refusing(f"{path} is not a Parquet file:"):  # whatever a damaged file brings up in the reader
         if wrong := _differing(dict(polars.read_parquet_schema(path))):
             raise UsageError(f"{path} is not an atlas of this version of fettle: {wrong}")
-        rows = polars.scan_parquet(path).select(polars.len()).collect().item()
+        rows = polars.scan_parquet(path, glob=False).select(polars.len()).collect().item()
         if rows > MOST_ROWS:
             raise UsageError(f"{path} has {rows:,} rows; an atlas has {MOST_ROWS:,} at most")
-        frame = polars.read_parquet(path)
+        frame = polars.read_parquet(path, glob=False)
     return checked(frame.to_dicts(), str(path))
 
 

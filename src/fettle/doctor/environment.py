@@ -73,6 +73,7 @@ class Files:
 
     def _nearest(self, path: str) -> str:
         """The path, or the innermost folder above it that is there."""
+        path = os.path.abspath(path)
         while not os.path.exists(path) and os.path.dirname(path) != path:
             path = os.path.dirname(path)
         return path
