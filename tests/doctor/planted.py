@@ -128,6 +128,10 @@ NO_TORCH = replace(LAPTOP, packages=OTHERS[3:], files=FILES, program=Program())
 """Works, and says so: see `CASES`."""
 CLEAN = {"a machine with two GPUs": HEALTHY, "a laptop": LAPTOP, "a container with a quota": QUOTA,
          "a switch that only AMD's runtime knows": replace(HEALTHY, variables={"HIP_LAUNCH_BLOCKING": "1"}),
+         "a preloaded OpenMP that takes the other's calls": replace(
+             HEALTHY, variables={"LD_PRELOAD": "/b/libiomp5.so"},
+             files=FILES.also({"/proc/self/maps": "/a/libgomp.so.1\n/b/libiomp5.so\n", "/b/libiomp5.so": ""}),
+         ),
          "versions that are none, and a list of files that is cut": ODD}  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from fettle.doctor import (
 )
 from fettle.doctor.advisories import read_advisories, shipped_advisories
 from fettle.errors import UsageError
-from tests.doctor.planted import HEALTHY
+from tests.doctor.planted import HEALTHY, Planted
 
 SUSPECTS = {"lightning": "2.6.3", "litellm": "1.82.8", "ultralytics": "8.3.41", "torchtriton": "3.0.0"}
 
@@ -213,6 +213,14 @@ def test_a_folder_named_from_where_we_are_can_be_made_there(tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     assert Files().can_write("cache/compiled")
     assert Files().free_bytes("cache/compiled") > 0
+
+
+def test_a_folder_is_looked_for_where_its_links_lead(tmp_path: Path) -> None:
+    (tmp_path / "nas").mkdir()
+    (tmp_path / "home").symlink_to(tmp_path / "nas")
+    mounts = f"/dev/sda / ext4 rw 0 0\nserver:/all {tmp_path}/nas nfs4 rw 0 0\n"
+    here = replace(HEALTHY, files=Planted({"/proc/self/mounts": mounts}))
+    assert here.mount(f"{tmp_path}/home/cache") == ("nfs4", "rw")
 
 
 def test_the_quick_checks_read_variables_and_say_warnings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,7 +200,7 @@ class Environment:
 
     def mount(self, path: str) -> tuple[str, str]:
         """File system and options of the mount that holds a path: ``("ext4", "rw,noexec")``."""
-        best, mounted = -1, ("", "")
+        best, mounted, path = -1, ("", ""), os.path.realpath(path)
         for line in self.files.text("/proc/self/mounts").splitlines():
             words = line.split()
             if len(words) < 4:
