@@ -263,6 +263,7 @@ def test_others_are_tested_from_where_the_first_one_lets_expect_and_none_that_di
     ("truth", "expected", "to_beat", "rates", "measured"),
     [
         (105, None, 0, [100, 110, 104.9], 104.9),  # a tenth up, then between, until 5% are left
+        (900, None, 0, [100, 110, 143, 228.8], 228.8),  # in longer and longer steps where all hold
         (70, None, 0, [100, 85, 59.5, 71.1], 59.5),
         (70, 80, 0, [80, 76.56, 65.07, 70.6], 65.07),
         (90, 80, 95, [95], 0),  # not below what another has shown, and that is not kept
