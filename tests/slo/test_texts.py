@@ -16,7 +16,7 @@ from fettle.errors import UsageError
 from fettle.load.run import TextLimits
 from fettle.load.texts import TextLine
 from fettle.package.handlers.asking import Ask
-from fettle.package.handlers.generate import Settings
+from fettle.package.handlers.generate import Handler, Settings
 from fettle.package.handlers.running import Running
 from fettle.package.handlers.sampling import Sampling
 from fettle.package.manifest import open_package
@@ -291,6 +291,24 @@ def test_a_package_that_is_refused_ends_no_search(monkeypatch):
     monkeypatch.setattr(text_costs.Stoppable, "call", refused)
     found = text_costs.calibrate_texts(SimpleNamespace(folder="there"), most=1, prompt=1, whole=2)
     assert found.failures == {"loading": "no text fits"}
+
+
+def test_steps_are_timed_of_a_package_whose_answers_have_one_token(monkeypatch):
+    handler = SimpleNamespace(
+        begins=(), keeps=False, stop=set(), settings=Settings(max_tokens=64, max_new_tokens=1),
+        prompt=lambda ask: list(ask.tokens), room=lambda *asked: Handler.room(handler, *asked),
+        tokenizer=SimpleNamespace(decode=lambda ids, **how: "a" * len(ids), get_vocab_size=lambda: 300),
+    )  # fmt: skip
+    engine = Running(handler, 2, 0, 1 << 30)
+    engine.cache = Cache(Tables.of(costs(), 100, 64))
+    engine.cache.nbytes = 64
+    handler.running = lambda *given: engine
+    monkeypatch.setattr("fettle.package.manifest.open_package", lambda path: None)
+    monkeypatch.setattr("fettle.package.model_runner.ModelRunner", lambda *given: None)
+    monkeypatch.setattr("fettle.package.handler.find_handler", lambda *given: handler)
+    worker = text_costs._Worker()
+    worker.answer(text_costs._Load("there", torch.get_num_threads(), "cpu", 2))
+    assert worker.answer(text_costs._Time(Cell(2, 1, 16), 0.0))
 
 
 def test_what_is_timed():

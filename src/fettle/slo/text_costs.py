@@ -210,6 +210,8 @@ class _Worker:
         if running is None:
             raise UsageError("this model generates no text")
         self.running = running
+        settings = running.handler.settings  # where answers are one token long, there would be no step to time
+        running.handler.settings = msgspec.structs.replace(settings, max_new_tokens=settings.max_tokens)
         kept = running.cache
         row_bytes, in_parts = kept.nbytes // running.rows if kept is not None else 0, not running.handler.begins
         return TextCosts(running.rows, row_bytes, kept is not None, in_parts=in_parts)
