@@ -1,5 +1,6 @@
 """The doctor on a real disk and in a real process: nothing that is looked at is imported, whatever it is."""
 
+import io
 import json
 import os
 import subprocess
@@ -10,8 +11,10 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
+from fettle.cli import doctor
 from fettle.cli._show import after_spoilers
 from fettle.doctor import (
     Advisories,
@@ -138,6 +141,13 @@ def test_levels_decide_the_exit_code(run_fettle, healthy: None) -> None:
     found = json.loads(run_fettle("doctor", "--json").out)
     assert [item["check"] for item in found["findings"]] == ["compiler-variables"]
     assert found["advisories"]["age_days"] == 20
+
+
+def test_a_terminal_obeys_no_name_of_a_file() -> None:
+    out = io.StringIO()
+    doctor._print(Console(file=out), [Finding("c", "error", "a\x1b[2Jb [bold]", "why", "less \x9b1m")])
+    assert "error a\ufffd[2Jb [bold]" in out.getvalue()
+    assert not {"\x1b", "\x9b"} & set(out.getvalue())
 
 
 class Pictures(torch.utils.data.Dataset):

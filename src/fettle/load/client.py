@@ -123,7 +123,7 @@ def model_request(
         if not names:
             raise UsageError(f"{base} serves no model yet")
         if len(names) != 1:
-            raise UsageError(f"{base} serves {len(names)} models ({', '.join(names)}): name one in the URL")
+            raise UsageError(f"{base} serves {len(names)} models ({said(', '.join(names))}): name one in the URL")
         base = f"{base}/v2/models/{names[0]}"
     metadata = get_json(base, headers, _Model, tls)
     if {"input_ids", LAST} <= {spec.name for spec in metadata.inputs}:
@@ -178,7 +178,12 @@ def get_json(url: str, headers: dict[str, str], kind: type[T], tls: ssl.SSLConte
         if isinstance(reason, ssl.SSLError):
             raise UsageError(f"no secure connection to {url}: {why_unsafe(reason)}") from error
         why = error.read(200).decode(errors="replace") if isinstance(error, urllib.error.HTTPError) else str(error)
-        raise UsageError(f"{url} does not answer as an inference server: {' '.join(why[:200].split())}") from error
+        raise UsageError(f"{url} does not answer as an inference server: {said(why)}") from error
+
+
+def said(text: str) -> str:
+    """What a server said, as a terminal may show it: one line of 200 characters at most, of which it obeys none."""
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in " ".join(text[:200].split()))
 
 
 def why_unsafe(error: ssl.SSLError) -> str:
