@@ -20,6 +20,7 @@ from fettle.doctor import (
     Advisories,
     Environment,
     Files,
+    Finding,
     Program,
     allocator,
     program,
