@@ -645,3 +645,22 @@ def test_an_address_that_cannot_be_is_one_line():
             http_request(url, b"", {})
     with pytest.raises(UsageError, match="nothing answers at"):
         asyncio.run(closed_loop([http_request("http://ä..b:1/", b"", {})], 1, 0.0))
+
+
+def test_more_clients_than_connections_of_an_open_loop_have_one_each(monkeypatch):
+    """Also where the server closes each after its answer."""
+    monkeypatch.setattr(loops, "MAX_CONNECTIONS", 2)
+
+    async def handle(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        writer.close()
+
+    async def run():
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        request = http_request(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", b"", {})
+        found = await closed_loop([request], 6, 0.3)
+        server.close()
+        return found
+
+    assert set(asyncio.run(run()).statuses) == {200}

@@ -150,11 +150,13 @@ class _Load:
         self._empty = asyncio.Event()
         self.turns = itertools.count()
         """Whose turn it is, of requests that are asked without a schedule: each once before any is asked again."""
+        self._most = MAX_CONNECTIONS
         self._opening = 0
         """Connections that are being made."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def connect(self, count: int) -> None:
+        self._most = max(MAX_CONNECTIONS, count)  # each of so many clients has one
         for _ in range(count):
             try:
                 async with asyncio.timeout(CONNECT_S):
@@ -190,7 +192,7 @@ class _Load:
                 connection.send(self.requests[index % len(self.requests)], (due, sent))
                 return
             self._all.discard(connection)
-        if len(self._all) + self._opening < MAX_CONNECTIONS:  # those that are due meanwhile do not wait for it
+        if len(self._all) + self._opening < self._most:  # those that are due meanwhile do not wait for it
             self._send_on_new(self.requests[index % len(self.requests)], due, sent)
         else:
             self._queue.append((index, due, sent))
