@@ -30,6 +30,13 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert rows[-1].reason == "no compiler"
 
 
+def test_an_atlas_may_lie_in_a_folder_of_any_name(tmp_path: Path) -> None:
+    """Brackets and stars are no patterns there."""
+    rows, path = atlas(models=2, tried=5), tmp_path / "runs [1] *" / "atlas.parquet"
+    write_atlas(rows, path)
+    assert parse(path) == rows
+
+
 def test_a_trial_that_is_made_again_takes_the_place_of_the_earlier_one() -> None:
     rows = atlas(models=2, tried=5)
     again = [msgspec.structs.replace(rows[1], speedup=9.0, high=9.5)]

@@ -128,6 +128,10 @@ NO_TORCH = replace(LAPTOP, packages=OTHERS[3:], files=FILES, program=Program())
 """Works, and says so: see `CASES`."""
 CLEAN = {"a machine with two GPUs": HEALTHY, "a laptop": LAPTOP, "a container with a quota": QUOTA,
          "a switch that only AMD's runtime knows": replace(HEALTHY, variables={"HIP_LAUNCH_BLOCKING": "1"}),
+         "a preloaded OpenMP that takes the other's calls": replace(
+             HEALTHY, variables={"LD_PRELOAD": "/b/libiomp5.so"},
+             files=FILES.also({"/proc/self/maps": "/a/libgomp.so.1\n/b/libiomp5.so\n", "/b/libiomp5.so": ""}),
+         ),
          "versions that are none, and a list of files that is cut": ODD}  # fmt: skip
 
 
@@ -453,6 +457,8 @@ CASES = [
     }), "changed-files", "warning", ("missing", "triton/b.py")),
     Case("an extra index by variable", variables(PIP_EXTRA_INDEX_URL="https://me:secret@download.pytorch.org/whl/cu130"),
          "shadowing-index", "warning", ("PIP_EXTRA_INDEX_URL", "***@download.pytorch.org", "unset PIP_EXTRA_INDEX_URL")),
+    Case("a password that holds an at sign", variables(PIP_EXTRA_INDEX_URL="https://me:p@ss@packages.example.com/whl"),
+         "shadowing-index", "warning", ("//***@packages.example.com",)),
     Case("an extra index by file", files({"/home/me/.config/pip/pip.conf": "[install]\nextra-index-url =\n"
          "    https://packages.example.com/simple\n"}), "shadowing-index", "warning", ("pip.conf", "example.com")),
     Case("an index without TLS", variables(PIP_INDEX_URL="http://packages.example.com/simple"), "shadowing-index",

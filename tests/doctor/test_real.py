@@ -1,5 +1,6 @@
 """The doctor on a real disk and in a real process: nothing that is looked at is imported, whatever it is."""
 
+import io
 import json
 import os
 import subprocess
@@ -10,13 +11,16 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
+from fettle.cli import doctor
 from fettle.cli._show import after_spoilers
 from fettle.doctor import (
     Advisories,
     Environment,
     Files,
+    Finding,
     Program,
     allocator,
     program,
@@ -26,7 +30,7 @@ from fettle.doctor import (
 )
 from fettle.doctor.advisories import read_advisories, shipped_advisories
 from fettle.errors import UsageError
-from tests.doctor.planted import HEALTHY
+from tests.doctor.planted import HEALTHY, Planted
 
 SUSPECTS = {"lightning": "2.6.3", "litellm": "1.82.8", "ultralytics": "8.3.41", "torchtriton": "3.0.0"}
 
@@ -140,6 +144,13 @@ def test_levels_decide_the_exit_code(run_fettle, healthy: None) -> None:
     assert found["advisories"]["age_days"] == 20
 
 
+def test_a_terminal_obeys_no_name_of_a_file() -> None:
+    out = io.StringIO()
+    doctor._print(Console(file=out), [Finding("c", "error", "a\x1b[2Jb [bold]", "why", "less \x9b1m")])
+    assert "error a\ufffd[2Jb [bold]" in out.getvalue()
+    assert not {"\x1b", "\x9b"} & set(out.getvalue())
+
+
 class Pictures(torch.utils.data.Dataset):
     def __init__(self, folder: Path) -> None:
         self.folder, self.paths = str(folder), ["x"] * 100_000
@@ -174,6 +185,14 @@ def test_what_a_program_has_set_and_built_is_seen(tmp_path: Path) -> None:
     assert found.start_method == torch.multiprocessing.get_context().get_start_method()  # where nobody chose one
 
 
+def test_weights_that_torchao_holds_in_8_bits_are_not_compared() -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    model = nn.Sequential(nn.Linear(64, 64))
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    (seen,) = this_program(model).models
+    assert (seen.dtypes, seen.tiny) == (("float32",), 0.0)
+
+
 def test_tf32_by_two_names_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     matmul, source = torch.backends.cuda.matmul, tmp_path / "train.py"
     monkeypatch.setattr(program, "_own_files", lambda: {str(source)})
@@ -198,6 +217,21 @@ def test_the_real_files_cannot_be_made_to_wait_or_fail(tmp_path: Path) -> None:
     assert files.sha256(str(tmp_path / "a")).startswith("ba7816bf")
     assert files.can_write(str(tmp_path / "new" / "folder"))
     assert files.free_bytes(str(tmp_path / "new")) > 0
+
+
+def test_a_folder_named_from_where_we_are_can_be_made_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of TORCHINDUCTOR_CACHE_DIR=cache/compiled."""
+    monkeypatch.chdir(tmp_path)
+    assert Files().can_write("cache/compiled")
+    assert Files().free_bytes("cache/compiled") > 0
+
+
+def test_a_folder_is_looked_for_where_its_links_lead(tmp_path: Path) -> None:
+    (tmp_path / "nas").mkdir()
+    (tmp_path / "home").symlink_to(tmp_path / "nas")
+    mounts = f"/dev/sda / ext4 rw 0 0\nserver:/all {tmp_path}/nas nfs4 rw 0 0\n"
+    here = replace(HEALTHY, files=Planted({"/proc/self/mounts": mounts}))
+    assert here.mount(f"{tmp_path}/home/cache") == ("nfs4", "rw")
 
 
 def test_the_quick_checks_read_variables_and_say_warnings(monkeypatch: pytest.MonkeyPatch) -> None:

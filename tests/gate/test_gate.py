@@ -224,6 +224,32 @@ def test_what_lies_between_two_commits_and_what_the_working_tree_is(git: Git, tm
     assert repository.changed_locks(repository.resolve("v1")) == ["constraints.txt"]
 
 
+def test_lock_files_of_any_letters_and_under_their_earlier_names_are_seen(git: Git, tmp_path: Path) -> None:
+    for folder in ("modèle", "old"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "requirements.txt").write_text(f"# {folder}\n")
+    git("add", "."), git("commit", "-qm", "lists"), git("mv", "old", "new")
+    (tmp_path / "modèle" / "requirements.txt").write_text("# now\n")
+    repository = repository_of(tmp_path)
+    changed = repository.changed_locks("HEAD")
+    assert sorted(changed) == [f"{name}/requirements.txt" for name in ("modèle", "new", "old")]
+    with repository.checkout(repository.resolve("HEAD"), tmp_path / "out") as place:
+        there = [name for name in changed if (place / name).exists()]
+        assert sorted(repository.locks_beside(there, place)) == sorted(there) == [
+            "modèle/requirements.txt", "old/requirements.txt"
+        ]  # fmt: skip
+
+
+def test_settings_of_git_hold_and_a_hooks_own_repository_does_not(git: Git, tmp_path: Path, monkeypatch) -> None:
+    """A container's user trusts a mounted repository by such settings."""
+    given = {"COUNT": "1", "KEY_0": "fettle.test", "VALUE_0": "set"}
+    for name, value in given.items():
+        monkeypatch.setenv(f"GIT_CONFIG_{name}", value)
+    monkeypatch.setenv("GIT_DIR", "/nowhere")
+    repository = repository_of(tmp_path / "model.py")
+    assert (repository.root, repository._git("config", "--get", "fettle.test")) == (tmp_path.resolve(), "set")
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -241,6 +267,9 @@ def test_what_lies_between_two_commits_and_what_the_working_tree_is(git: Git, tm
         ("--bisect v1", "write GOOD..BAD"),
         ("--bisect v1..v2 --against v1", "leave --against"),
         ("--bisect v2..v1", "is not an ancestor of"),
+        ("--bisect v1..v4 --processes 12", "--processes is for --against"),
+        ("--against-python python --same-environment", "are for another revision"),
+        ("--against-python python --link work.py", "are for another revision"),
         ("--fail-slower 3%", "--fail-slower is for a gate"),
         ("--markdown", "--markdown is for a gate"),
     ],

@@ -22,7 +22,7 @@ from fettle.load import loops
 from fettle.load.arrivals import constant, poisson, read_schedule
 from fettle.load.client import Connection, http_request, model_request, server_processes
 from fettle.load.loops import _inconsistent, _Load, closed_loop, open_loop
-from fettle.load.run import UNANSWERED, Run, as_data, warm_up
+from fettle.load.run import LOST, UNANSWERED, Run, as_data, warm_up
 from fettle.load.texts import text_lines, text_requests
 from fettle.load.torchserve import COLUMNS, torchserve_row
 from fettle.measure import Load
@@ -617,3 +617,100 @@ def test_a_server_that_is_not_there_is_said_to_be_missing():
 def test_a_note_does_not_break_the_markdown_table(monkeypatch):
     monkeypatch.setattr(load, "_cells", lambda run: {"load": "80/s", "note": "said a | b\nand c"})
     assert load._markdown([None]).splitlines() == ["| load | note |", "| --- | --- |", r"| 80/s | said a \| b and c |"]
+
+
+@pytest.mark.parametrize(
+    ("said", "statuses"),
+    [(b"HTTP/1.0 200 OK\r\n\r\nok", {200}), (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nok", {LOST})],
+)
+def test_an_answer_without_a_length_ends_with_its_connection_and_one_with_a_length_does_not(said, statuses):
+    """Python's own `http.server` tells no length by itself."""
+
+    async def run():
+        async def handle(reader, writer):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(said)
+            await writer.drain()
+            writer.close()
+
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        request = http_request(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", b"", {})
+        found = await open_loop([request], np.arange(20) / 100)
+        server.close()
+        return found
+
+    assert set(asyncio.run(run()).statuses) == statuses
+
+
+def test_a_host_that_does_not_answer_at_all_is_not_waited_for_long(monkeypatch):
+    async def never(self):
+        await asyncio.sleep(3600)
+
+    monkeypatch.setattr(_Load, "_open", never)
+    monkeypatch.setattr(loops, "CONNECT_S", 0.01)
+    with pytest.raises(UsageError, match=r"nothing answers at 192\.0\.2\.1:80: no connection within 0\.01 s"):
+        asyncio.run(closed_loop([http_request("http://192.0.2.1/", b"", {})], 1, 1.0))
+
+
+def test_requests_that_wait_as_the_server_has_too_many_do_not_make_the_client_late(monkeypatch):
+    monkeypatch.setattr(loops, "MAX_CONNECTIONS", 4)
+
+    async def run():
+        server, request = await slow_server(0.03)()
+        found = await open_loop([request], constant(1000, 0.1), limit_s=60.0)
+        server.close()
+        return found
+
+    found = asyncio.run(run())
+    assert set(found.statuses) == {200}
+    assert found.void == ""
+
+
+def test_what_a_server_answered_before_it_hung_is_counted():
+    async def counted():
+        load = _Load([], 0.0)
+        load.until = 5.0
+        for n in range(100):
+            load.note(0.05 * n, 0.05 * n, 0.05 * n + 0.05, 200)
+        for _ in range(128):
+            load.note(5.0, 5.0, 15.0, UNANSWERED)
+        return load.result("closed")
+
+    run = asyncio.run(counted())
+    assert run.answered >= 50  # half of them may be the beginning
+    assert run.failed == 128
+    assert run.throughput == pytest.approx(20, rel=0.1)
+
+
+def test_a_server_is_asked_what_it_serves_by_no_proxy(server, monkeypatch):
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    assert model_request(server.url).path.endswith("/infer")
+
+
+def test_an_address_that_cannot_be_is_one_line():
+    for url in ("http://a/\udcff", "http://a\udcff/"):
+        with pytest.raises(UsageError, match="printable characters"):
+            http_request(url, b"", {})
+    with pytest.raises(UsageError, match="nothing answers at"):
+        asyncio.run(closed_loop([http_request("http://ä..b:1/", b"", {})], 1, 0.0))
+
+
+def test_more_clients_than_connections_of_an_open_loop_have_one_each(monkeypatch):
+    """Also where the server closes each after its answer."""
+    monkeypatch.setattr(loops, "MAX_CONNECTIONS", 2)
+
+    async def handle(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        writer.close()
+
+    async def run():
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        request = http_request(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", b"", {})
+        found = await closed_loop([request], 6, 0.3)
+        server.close()
+        return found
+
+    assert set(asyncio.run(run()).statuses) == {200}

@@ -205,3 +205,10 @@ def test_lengths_follow_their_distribution(tmp_path):
         file.write_bytes(wrong)
         with pytest.raises(UsageError, match="line of JSON"):
             text_lines(file=file)
+
+
+def test_a_terminal_obeys_nothing_that_a_server_says():
+    connection = TextConnection(lambda *_: None)
+    connection._refusal = json.dumps({"error": {"message": "\x1b[2Jno " + "x" * 1000}}).encode()
+    assert connection.refusal.startswith("\ufffd[2Jno xxx")
+    assert len(connection.refusal) == 200

@@ -492,7 +492,7 @@ def test_figures_that_cannot_be_are_refused(change: dict[str, object]) -> None:
         from_json(data)
 
 
-.mark.parametrize(
+@pytest.mark.parametrize(
     ("place", "value"),
     [
         (("machine", "peaks"), "many"), (("machine", "versions"), ["2.13"]), (("machine", "memory_bytes"), "16 GiB"),

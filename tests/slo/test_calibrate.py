@@ -15,8 +15,9 @@ from fettle.package.export import write_package
 from fettle.package.manifest import MANIFEST, open_package
 from fettle.package.settings import ServeSettings
 from fettle.recipe import Recipe
-from fettle.slo.calibrate import Calibration, Stopped, _steps, _Time, _Worker, calibrate, sizes_up_to
+from fettle.slo.calibrate import Calibration, _steps, _Time, _Worker, calibrate, sizes_up_to
 from fettle.slo.proof import sample_requests
+from fettle.slo.stopping import Stopped
 from fettle.workload import Workload
 
 
@@ -121,3 +122,17 @@ def test_a_package_that_cannot_be_loaded_is_a_failure(store, monkeypatch):
 def test_it_can_be_stopped(store):
     with pytest.raises(Stopped):
         calibrate(open_package(store / "net-1"), most=4, around=Surroundings(stopped=lambda: True))
+
+
+def test_it_is_stopped_while_a_worker_does_not_answer(store):
+    """One that compiles may take minutes."""
+    told = []
+
+    def suspend(text):
+        for child in psutil.Process().children():
+            if "fettle.slo.calibrate" in (child.as_dict(["cmdline"])["cmdline"] or ()):
+                child.suspend()
+        told.append(text)
+
+    with pytest.raises(Stopped):
+        calibrate(open_package(store / "net-1"), most=1, on_progress=suspend, around=Surroundings(stopped=lambda: told))

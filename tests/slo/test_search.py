@@ -15,6 +15,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -31,7 +32,7 @@ from fettle.recipe import Recipe
 from fettle.report import slo_page
 from fettle.slo import proof
 from fettle.slo import search as room
-from fettle.slo.calibrate import Calibration, Stopped
+from fettle.slo.calibrate import Calibration
 from fettle.slo.kept import Tested as OneTest
 from fettle.slo.kept import open_journal
 from fettle.slo.outcome import as_data, explain, front, torchserve_rows
@@ -42,6 +43,7 @@ from fettle.slo.ranking import between, rank, worker_splits
 from fettle.slo.search import search
 from fettle.slo.server_process import ServerFailure, ServerProcess, ServerStats, StageTimes
 from fettle.slo.simulate import Costs, capacity
+from fettle.slo.stopping import Stopped
 from fettle.slo.variants import _digest, distinct, package_all, study_recipes
 from fettle.workload import find_target
 from tests.forking import forked
@@ -261,6 +263,7 @@ def test_others_are_tested_from_where_the_first_one_lets_expect_and_none_that_di
     ("truth", "expected", "to_beat", "rates", "measured"),
     [
         (105, None, 0, [100, 110, 104.9], 104.9),  # a tenth up, then between, until 5% are left
+        (900, None, 0, [100, 110, 143, 228.8], 228.8),  # in longer and longer steps where all hold
         (70, None, 0, [100, 85, 59.5, 71.1], 59.5),
         (70, 80, 0, [80, 76.56, 65.07, 70.6], 65.07),
         (90, 80, 95, [95], 0),  # not below what another has shown, and that is not kept
@@ -366,6 +369,13 @@ def test_a_server_that_fails_is_a_failure(package, made_up, monkeypatch):
     assert {failure.why for failure in found.failures} == {"the server ended"}
 
 
+def test_no_batch_is_tried_that_is_larger_than_was_asked_for_where_calls_have_the_sizes_of_buckets(package, made_up):
+    made_up.costs = made_up.truth = {1: 0.01, 2: 0.012, 4: 0.016, 8: 0.02}
+    served = msgspec.structs.replace(package.settings, buckets=(1, 2, 4, 8))
+    found = asyncio.run(search(replace(package, settings=served), 0.1, most_rows=6, cores=1))
+    assert {point.setting.max_rows for point in found.points} == {1, 2, 4}
+
+
 def test_numbers_of_workers_between_the_best_and_its_neighbours(package, made_up):
     made_up.costs = made_up.truth = {1: 0.01, 2: 0.012, 4: 0.016}
     found = asyncio.run(search(package, 0.1, most_rows=4, cores=8))
@@ -388,8 +398,6 @@ def test_a_recipe_far_behind_is_left_out_and_a_price_is_a_cost(package, made_up,
         return Calibration({n: tuple(scale * v for v in s) for n, s in made.samples.items()}, {}, made.memory_bytes)
 
     monkeypatch.setattr(room, "calibrate", slower)
-    import msgspec
-
     slow = replace(package, manifest=msgspec.structs.replace(package.manifest, version="slow", recipe={"a": "b"}))
     found = asyncio.run(
         search([Variant("fast", package), Variant("slow", slow)], 0.1, most_rows=4, cores=2, prices={"cpu": 0.36})
@@ -637,6 +645,33 @@ def test_recipes_of_a_study(tmp_path, forks):
         study_recipes(target, str(tmp_path / "none.db"), "", 3)
 
 
+def test_a_server_that_does_not_start_is_not_waited_for_once_the_search_is_stopped(package):
+    with pytest.raises(Stopped):
+        asyncio.run(ServerProcess.start(package, package.settings, (), lambda: True))
+
+
+def test_ctrl_c_ends_the_measurement_of_what_serving_adds(monkeypatch):
+    """It takes thirty calls of the largest batch."""
+    from fettle.load.run import Run
+    from fettle.slo import overheads
+
+    async def closed_loop(requests, clients, seconds, stop):
+        return Run("closed", 0.0, 1.0, np.full(4, 0.1), clients, {200: 4}, interrupted=stop.is_set())
+
+    async def stats():
+        return ServerStats()
+
+    async def measure():
+        stop = asyncio.Event()
+        stop.set()
+        served, curve = SimpleNamespace(stats=stats), CostCurve((1,), (0.1,))
+        await overheads.measure_overheads(served, [], curve, workers=1, max_rows=1, stop=stop)
+
+    monkeypatch.setattr(overheads, "closed_loop", closed_loop)
+    with pytest.raises(Stopped):
+        asyncio.run(measure())
+
+
 def test_overheads_are_what_the_two_loops_leave_beside_the_model(monkeypatch):
     """One client waits 5 ms, 2 of them for the model; two workers make calls of 4 rows in 4.5 ms, 3.9 of it the model.
 
@@ -655,7 +690,7 @@ def test_overheads_are_what_the_two_loops_leave_beside_the_model(monkeypatch):
         async def stats(self):
             return next(self.looks)
 
-    async def closed_loop(requests, clients, seconds):
+    async def closed_loop(requests, clients, seconds, stop):
         latency = np.full(400, 0.005 if clients == 1 else 0.02)
         return Run("closed", 0.0, 400 / (2 * 4 / 0.0045), latency, clients, {200: 400})
 

@@ -16,7 +16,7 @@ from fettle.errors import UsageError
 from fettle.load.run import TextLimits
 from fettle.load.texts import TextLine
 from fettle.package.handlers.asking import Ask
-from fettle.package.handlers.generate import Settings
+from fettle.package.handlers.generate import Handler, Settings
 from fettle.package.handlers.running import Running
 from fettle.package.handlers.sampling import Sampling
 from fettle.package.manifest import open_package
@@ -128,6 +128,12 @@ def test_what_bounds_the_rate():
     served = simulate_texts(np.arange(50) / 10, [64], [20], 8, 64, Tables.of(costs(), 100, 64))
     assert served.kept(TextLimits(9, 9))
     assert served.itl_s(100) > 0.012
+
+
+def test_texts_whose_prompts_take_most_of_the_time_have_a_capacity():
+    """A prompt takes 0.18 s, in sixteen parts, and its one token a hundredth of a second."""
+    tables = Tables.of(costs(longest=1100), 1100, 64)
+    assert 0.3 < text_capacity([1024], [1], 1, 64, tables, TextLimits(0.4, 0)) < 5
 
 
 class Server:
@@ -247,7 +253,7 @@ def test_costs_are_corrected_where_steps_take_longer_than_simulated(package, mon
 
 
 def test_a_setting_whose_server_fails_is_not_tried_again(package, monkeypatch):
-    async def start(package, settings):
+    async def start(package, settings, *rest):
         async def close(): ...
 
         if settings.max_rows == 8:
@@ -282,9 +288,27 @@ def test_a_package_that_is_refused_ends_no_search(monkeypatch):
     def refused(*asked):
         raise UsageError("no text fits")
 
-    monkeypatch.setattr(text_costs.Child, "call", refused)
+    monkeypatch.setattr(text_costs.Stoppable, "call", refused)
     found = text_costs.calibrate_texts(SimpleNamespace(folder="there"), most=1, prompt=1, whole=2)
     assert found.failures == {"loading": "no text fits"}
+
+
+def test_steps_are_timed_of_a_package_whose_answers_have_one_token(monkeypatch):
+    handler = SimpleNamespace(
+        begins=(), keeps=False, stop=set(), settings=Settings(max_tokens=64, max_new_tokens=1),
+        prompt=lambda ask: list(ask.tokens), room=lambda *asked: Handler.room(handler, *asked),
+        tokenizer=SimpleNamespace(decode=lambda ids, **how: "a" * len(ids), get_vocab_size=lambda: 300),
+    )  # fmt: skip
+    engine = Running(handler, 2, 0, 1 << 30)
+    engine.cache = Cache(Tables.of(costs(), 100, 64))
+    engine.cache.nbytes = 64
+    handler.running = lambda *given: engine
+    monkeypatch.setattr("fettle.package.manifest.open_package", lambda path: None)
+    monkeypatch.setattr("fettle.package.model_runner.ModelRunner", lambda *given: None)
+    monkeypatch.setattr("fettle.package.handler.find_handler", lambda *given: handler)
+    worker = text_costs._Worker()
+    worker.answer(text_costs._Load("there", torch.get_num_threads(), "cpu", 2))
+    assert worker.answer(text_costs._Time(Cell(2, 1, 16), 0.0))
 
 
 def test_what_is_timed():
@@ -308,6 +332,10 @@ def test_the_command_says_what_is_wrong(run_fettle, store, tmp_path, monkeypatch
         ((store / "net-1", "--itl", "1s", "--prompt-tokens", "x"), "not a length"),
         ((store / "net-1", "--itl", "1s", "-o", "load.html"), "ends in .csv or a folder"),
         (("a.py:b", "--p99", "1s", "--study", "night"), "--storage"),
+        (("a.py:b", "--p99", "1s", "--recipes", "5"), "--storage"),
+        ((store / "net-1", "--p99", "1s", "--max-error", "0.1"), "for the recipes of a target"),
+        ((store / "net-1", "--p99", "1s", "--output-tokens", "64"), "are for --ttft and --itl"),
+        ((store / "net-1", "--itl", "1s", "--max-error", "0.1"), "without --p99, --recipe, --storage, --max-error"),
         ((store / "net-1", "a.py:b", "--p99", "1s"), "a.py:b is no package"),
         ((store / "net-1", store / "m.zip", "--p99", "1s"), "is not a package"),
     ):  # fmt: skip

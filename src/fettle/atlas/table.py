@@ -180,13 +180,14 @@ def write_atlas(rows: Sequence[Row], path: Path) -> None:
 def parse(path: Path) -> list[Row]:
     """The rows of a Parquet file, checked; for a process that may run out of memory (`reading`)."""
     with refusing(f"{path} is not a Parquet file:"):  # whatever a damaged file brings up in the reader
-        if wrong := _differing(dict(polars.read_parquet_schema(path))):
+        file = polars.scan_parquet(path, glob=False)  # brackets and stars are of its name
+        if wrong := _differing(dict(file.collect_schema())):
             raise UsageError(f"{path} is not an atlas of this version of fettle: {wrong}")
-        rows = polars.scan_parquet(path).select(polars.len()).collect().item()
+        rows = file.select(polars.len()).collect().item()
         if rows > MOST_ROWS:
             raise UsageError(f"{path} has {rows:,} rows; an atlas has {MOST_ROWS:,} at most")
-        frame = polars.read_parquet(path)
-    return checked(frame.to_dicts(), str(path))
+        dicts = file.collect().to_dicts()
+    return checked(dicts, str(path))
 
 
 def _differing(schema: dict[str, Any]) -> str:

@@ -86,8 +86,11 @@ def command(
             raise UsageError("--bisect compares the commits of GOOD..BAD: leave --against and --against-python out")
         if as_json and as_markdown:
             raise UsageError("choose --json or --markdown")
-        if bisect and fail_memory is not None:
-            raise UsageError("--bisect looks for what made it slower: --fail-memory is for --against")
+        for name, value in (("--fail-memory", fail_memory), ("--processes", processes)):
+            if bisect and value is not None:
+                raise UsageError(f"--bisect looks for what made it slower: {name} is for --against")
+        if not (against or bisect) and (link or same_environment):
+            raise UsageError("--link and --same-environment are for another revision: name it with --against")
         from fettle.gate import Settings
 
         settings = Settings(

@@ -127,6 +127,11 @@ def _leave(findings: list[Finding], fail_on: str) -> None:
 def _print(console: Console, findings: list[Finding]) -> None:
     for finding in findings:
         style = _STYLES[finding.level]
-        console.print(f"[{style}]{finding.level}[/] [bold]{escape(finding.seen)}[/]", soft_wrap=True)
-        console.print(f"  {escape(finding.why)} [dim]{finding.check}[/]", soft_wrap=True)
-        console.print(f"  → {escape(finding.mend)}\n", soft_wrap=True)
+        console.print(f"[{style}]{finding.level}[/] [bold]{_shown(finding.seen)}[/]", soft_wrap=True)
+        console.print(f"  {_shown(finding.why)} [dim]{finding.check}[/]", soft_wrap=True)
+        console.print(f"  → {_shown(finding.mend)}\n", soft_wrap=True)
+
+
+def _shown(text: str) -> str:
+    """Text for a terminal, which is not to obey it: names of packages and files may be anybody's."""
+    return escape("".join(letter if letter.isprintable() else "\ufffd" for letter in text))

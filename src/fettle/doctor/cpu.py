@@ -109,7 +109,8 @@ def two_openmps(here: Environment) -> Iterator[Finding]:
                       "Each has threads of its own, which take the cores from one another, and results may be wrong.",
                       "unset KMP_DUPLICATE_LIB_OK  # and install torch and NumPy from one source")  # fmt: skip
     runtimes = set(re.findall(r"/(libgomp|libiomp5|libomp)\b[^/\s]*\.so", here.files.text("/proc/self/maps")))
-    if len(runtimes) > 1:
+    takes_all = re.search(r"\blib(iomp5|omp)\b", here.variables.get("LD_PRELOAD", ""))  # GCC's calls go there, too
+    if len(runtimes) > 1 and not takes_all:
         yield warning(f"Two OpenMP runtimes are loaded: {' and '.join(sorted(runtimes))}.",
                       "Each has threads of its own, which take the cores from one another.",
                       "export LD_PRELOAD=/path/to/libiomp5.so  # the one for all")  # fmt: skip

@@ -73,6 +73,7 @@ class Files:
 
     def _nearest(self, path: str) -> str:
         """The path, or the innermost folder above it that is there."""
+        path = os.path.abspath(path)
         while not os.path.exists(path) and os.path.dirname(path) != path:
             path = os.path.dirname(path)
         return path
@@ -199,7 +200,7 @@ class Environment:
 
     def mount(self, path: str) -> tuple[str, str]:
         """File system and options of the mount that holds a path: ``("ext4", "rw,noexec")``."""
-        best, mounted = -1, ("", "")
+        best, mounted, path = -1, ("", ""), os.path.realpath(path)
         for line in self.files.text("/proc/self/mounts").splitlines():
             words = line.split()
             if len(words) < 4:

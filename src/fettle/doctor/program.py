@@ -160,13 +160,14 @@ def _model(model: nn.Module) -> Model:
 
 
 def subnormal_share(parameters: Iterable[nn.Parameter]) -> float:
-    """Share of the float32 weights on the CPU that are denormal numbers."""
+    """Share of the float32 weights on the CPU that are denormal numbers; of plain ones, as what other libraries hold in
+    classes of their own, in 8 bits say, may not be compared."""
     import torch
 
     small = total = 0
     for parameter in parameters:
-        if parameter.dtype == torch.float32 and parameter.device.type == "cpu":
-            values = parameter.detach()
+        values = parameter.detach()
+        if type(values) is torch.Tensor and values.dtype == torch.float32 and values.device.type == "cpu":
             small += int(((values != 0) & (values.abs() < torch.finfo(torch.float32).tiny)).sum())
             total += values.numel()
     return small / total if total else 0.0

@@ -117,7 +117,7 @@ def shadowing_index(here: Environment) -> Iterator[Finding]:
     """pip or uv set up so that a public index can shadow a private name; or without a secure connection."""
     for where, name, value in _pip_settings(here):
         urls = [url for url in value.split() if re.match(r"https?://", url)]
-        remote = [_plain(re.sub(r"//[^/@]*@", "//***@", url)) for url in urls]
+        remote = [_plain(re.sub(r"//[^/]*@", "//***@", url)) for url in urls]
         mend = "pip config unset global." + name if "/" in where else f"unset {where}"
         if name == "extra-index-url" and remote:
             yield warning(f"{where} sets extra-index-url: {', '.join(remote[:2])}.",

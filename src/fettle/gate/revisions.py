@@ -57,13 +57,13 @@ class Repository:
 
     def changed_locks(self, commit: str) -> list[str]:
         """Files that say what the environment holds, and differ between a commit and the working tree."""
-        return self._git("diff", "--name-only", commit, "--", *LOCKS).splitlines()
+        return _names(self._git("diff", "--name-only", "--no-renames", "-z", commit, "--", *LOCKS))
 
     @staticmethod
     def locks_beside(names: Sequence[str], place: Path) -> list[str]:
         """Files of the checkout `place` that say what the environment holds, in the folders of `names` and above."""
         folders = {folder for name in names for folder in Path(name).parents}
-        return [one for one in _git(place, "ls-files", "--", *LOCKS).splitlines() if Path(one).parent in folders]
+        return [one for one in _names(_git(place, "ls-files", "-z", "--", *LOCKS)) if Path(one).parent in folders]
 
     def between(self, good: str, bad: str) -> list[str]:
         """The commits after `good` up to `bad`, the oldest first, along first parents."""
@@ -166,9 +166,15 @@ def at(target: Target, repository: Repository, place: Path) -> Target:
     )  # fmt: skip
 
 
+def _names(listed: str) -> list[str]:
+    """The files that git has listed with ``-z``: without it, those of other letters than ASCII stand in quotes."""
+    return [name for name in listed.split("\0") if name]
+
+
 def _git(folder: Path, *arguments: str, check: bool = True) -> str:
-    # In a hook, variables such as GIT_DIR would stand above the folder that is meant here.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    # In a hook, variables such as GIT_DIR would stand above the folder that is meant here; settings hold for any.
+    environment = {name: value for name, value in os.environ.items()
+                   if not name.startswith("GIT_") or name.startswith("GIT_CONFIG_")}  # fmt: skip
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *arguments], capture_output=True, text=True, errors="replace",

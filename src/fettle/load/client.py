@@ -100,8 +100,8 @@ def http_request(url: str, body: bytes, headers: dict[str, str], tls: ssl.SSLCon
     if parts.scheme not in ("http", "https") or not host:
         raise UsageError(f"{url!r} is not an http:// or https:// address")
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-    if any(c in value for value in (*headers, *headers.values(), path) for c in "\r\n"):
-        raise UsageError("a header may not hold a line break")
+    if not "".join([*headers, *headers.values(), path, parts.netloc]).isprintable():
+        raise UsageError("an address and a header hold printable characters alone")
     lines = [f"POST {path} HTTP/1.1", f"Host: {parts.netloc.rpartition('@')[2]}", f"Content-Length: {len(body)}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     tls = (tls or _trusting_as_the_system()) if parts.scheme == "https" else None
@@ -123,7 +123,7 @@ def model_request(
         if not names:
             raise UsageError(f"{base} serves no model yet")
         if len(names) != 1:
-            raise UsageError(f"{base} serves {len(names)} models ({', '.join(names)}): name one in the URL")
+            raise UsageError(f"{base} serves {len(names)} models ({said(', '.join(names))}): name one in the URL")
         base = f"{base}/v2/models/{names[0]}"
     metadata = get_json(base, headers, _Model, tls)
     if {"input_ids", LAST} <= {spec.name for spec in metadata.inputs}:
@@ -165,8 +165,10 @@ def get_json(url: str, headers: dict[str, str], kind: type[T], tls: ssl.SSLConte
     """What a server answers to GET. Raises `UsageError`."""
     if not url.startswith(("http://", "https://")):
         raise UsageError(f"{url!r} is not an http:// or https:// address")
+    # By no proxy, as the load itself.
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls))
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10, context=tls) as answer:
+        with direct.open(urllib.request.Request(url, headers=headers), timeout=10) as answer:
             return msgspec.json.decode(answer.read(1 << 20), type=kind)
     # Of a port that cannot be, or of what is no HTTP, each says its own.
     except (OSError, ValueError, OverflowError, RecursionError, http.client.HTTPException) as error:
@@ -176,7 +178,12 @@ def get_json(url: str, headers: dict[str, str], kind: type[T], tls: ssl.SSLConte
         if isinstance(reason, ssl.SSLError):
             raise UsageError(f"no secure connection to {url}: {why_unsafe(reason)}") from error
         why = error.read(200).decode(errors="replace") if isinstance(error, urllib.error.HTTPError) else str(error)
-        raise UsageError(f"{url} does not answer as an inference server: {' '.join(why[:200].split())}") from error
+        raise UsageError(f"{url} does not answer as an inference server: {said(why)}") from error
+
+
+def said(text: str) -> str:
+    """What a server said, as a terminal may show it: one line of 200 characters at most, of which it obeys none."""
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in " ".join(text[:200].split()))
 
 
 def why_unsafe(error: ssl.SSLError) -> str:
@@ -199,7 +206,7 @@ class Connection(asyncio.Protocol):
         self._status = 0
         self._keep = True
         self._answers = 0
-        self._begun = False
+        self._begun = self._sized = False
         self.busy = False
         self.tag: Any = None
 
@@ -208,7 +215,8 @@ class Connection(asyncio.Protocol):
 
     def send(self, request: Request, tag: Any) -> None:
         assert self._transport is not None
-        self.busy, self.tag, self._status, self._begun = True, tag, 0, False
+        self.busy, self.tag, self._status = True, tag, 0
+        self._begun = self._sized = False
         self.request = request
         self._parser = httptools.HttpResponseParser(self)
         self._transport.write(request.data)
@@ -224,11 +232,19 @@ class Connection(asyncio.Protocol):
             self._keep = False
             self._finish(0)
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._sized = self._sized or name.lower() in (b"content-length", b"transfer-encoding")
+
     def on_headers_complete(self) -> None:
         self._status, self._keep = self._parser.get_status_code(), self._parser.should_keep_alive()
 
     def on_message_complete(self) -> None:
         self._finish(self._status)
+
+    def eof_received(self) -> None:
+        """The server has no more to say: so ends an answer that does not tell its length (RFC 9112, 6.3)."""
+        if self._status and not self._sized:
+            self.on_message_complete()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None

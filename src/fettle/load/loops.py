@@ -33,6 +33,8 @@ WINDOW_S = 1.0
 MAX_CONNECTIONS = 2048
 _PAUSE_S = 0.05
 """From a connection that could not be made to the next try."""
+CONNECT_S = 10.0
+"""The longest that one of the first connections may take: where nothing answers, the system tries for minutes."""
 
 
 async def open_loop(
@@ -145,18 +147,25 @@ class _Load:
         """When the number on their way changed, and to what, one behind the other."""
         self._free: deque[Connection] = deque()
         self._all: set[Connection] = set()
-        self._queue: deque[tuple[int, float]] = deque()
+        self._queue: deque[tuple[int, float, float]] = deque()
         self._loop = asyncio.get_running_loop()
         self._empty = asyncio.Event()
         self.turns = itertools.count()
         """Whose turn it is, of requests that are asked without a schedule: each once before any is asked again."""
+        self._most = MAX_CONNECTIONS
         self._opening = 0
         """Connections that are being made."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def connect(self, count: int) -> None:
+        self._most = max(MAX_CONNECTIONS, count)  # each of so many clients has one
         for _ in range(count):
-            self._free.append(await self._open())
+            try:
+                async with asyncio.timeout(CONNECT_S):
+                    self._free.append(await self._open())
+            except TimeoutError as error:
+                where = f"{self.requests[0].host}:{self.requests[0].port}"
+                raise UsageError(f"nothing answers at {where}: no connection within {CONNECT_S:.3g} s") from error
 
     async def _open(self) -> Connection:
         request = self.requests[0]
@@ -167,25 +176,28 @@ class _Load:
             )
         except ssl.SSLError as error:
             raise UsageError(f"no secure connection to {request.host}:{request.port}: {why_unsafe(error)}") from error
-        except OSError as error:
-            raise UsageError(f"nothing answers at {request.host}:{request.port}: {error.strerror or error}") from error
+        except (OSError, UnicodeError) as error:  # a name that can be none
+            why = getattr(error, "strerror", None) or error
+            raise UsageError(f"nothing answers at {request.host}:{request.port}: {why}") from error
         self._all.add(connection)
         return connection
 
-    def send(self, index: int, due: float) -> None:
-        """Send on a free connection, or on a new one; where there are too many, wait for one to become free."""
+    def send(self, index: int, due: float, sent: float | None = None) -> None:
+        """Send on a free connection, or on a new one; where there are too many, wait for one to become free: that is
+        the server's doing, and `sent` is when it should have been sent, where that was earlier."""
+        sent = time.perf_counter() - self.start if sent is None else sent
         self._move(1)
         self._empty.clear()
         while self._free:
             connection = self._free.pop()
             if connection.alive:
-                connection.send(self.requests[index % len(self.requests)], (due, time.perf_counter() - self.start))
+                connection.send(self.requests[index % len(self.requests)], (due, sent))
                 return
             self._all.discard(connection)
-        if len(self._all) + self._opening < MAX_CONNECTIONS:  # those that are due meanwhile do not wait for it
-            self._send_on_new(self.requests[index % len(self.requests)], due, time.perf_counter() - self.start)
+        if len(self._all) + self._opening < self._most:  # those that are due meanwhile do not wait for it
+            self._send_on_new(self.requests[index % len(self.requests)], due, sent)
         else:
-            self._queue.append((index, due))
+            self._queue.append((index, due, sent))
 
     def _send_on_new(self, request: Request, due: float, sent: float) -> None:
         """On a new connection, when there is one; `sent` is when it should have been sent."""
@@ -280,7 +292,8 @@ class _Load:
         if not (status[counted] == 200).any():  # not one answer was that quick
             return table, status, 0.0, float(table[:, 2].max())
         table, status = table[counted], status[counted]
-        begin = warm_up(table[:, 2] - table[:, 0])
+        asked = table[table[:, 2] <= self.until]  # by then, and so the first ones
+        begin = warm_up(asked[:, 2] - asked[:, 0])
         # A window from the first request on ends with the last answer. Answers come batch by batch: a window that
         # begins anywhere within a batch must end anywhere within one, too.
         first = float(table[begin - 1, 2]) if begin else 0.0
@@ -304,8 +317,8 @@ class _Load:
             task.cancel()
         now = time.perf_counter() - self.start
         # What was never sent counts as lost, like what was never answered.
-        for _, due in self._queue:
-            self.note(due, now, now, UNANSWERED)
+        for _, due, sent in self._queue:
+            self.note(due, sent, now, UNANSWERED)
         self._queue.clear()
         for connection in list(self._all):
             connection.close()

@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from fettle.errors import UsageError, refusing
 from fettle.files import read_bytes
-from fettle.load.client import Connection, Request, get_json, http_request
+from fettle.load.client import Connection, Request, get_json, http_request, said
 
 BROKEN = -3
 """The status of a text that broke off."""
@@ -61,18 +61,18 @@ class TextConnection(Connection):
         if len(self._rest) > _LONGEST_LINE:
             raise ValueError("no end of a line")  # the connection counts as lost
         for line in lines:
-            field, _, said = line.partition(b":")
+            field, _, told = line.partition(b":")
             if field != b"data":
                 continue
-            if said.strip() == b"[DONE]":
+            if told.strip() == b"[DONE]":
                 self._whole = True
                 continue
             try:
-                chunk = msgspec.json.decode(said, type=_Chunk)
+                chunk = msgspec.json.decode(told, type=_Chunk)
             except (ValueError, RecursionError):
                 continue
             if chunk.error:
-                self._refusal = said
+                self._refusal = told
             self._usage = chunk.usage or self._usage
             if any(_has_text(choice.get("delta") or choice) for choice in chunk.choices or ()):
                 self._moments.append(now)
@@ -84,7 +84,7 @@ class TextConnection(Connection):
             refusal = msgspec.json.decode(self._refusal, type=_Refusal)
         except (ValueError, RecursionError):
             return ""
-        return refusal.error.message.partition("\n")[0]
+        return said(refusal.error.message.partition("\n")[0])
 
     def heard(self, start: float) -> tuple[np.ndarray[Any, Any], int, int]:
         """Of the last answer: when its pieces came, in seconds from `start`, and the tokens of its prompt and text."""
@@ -169,7 +169,7 @@ def text_requests(
         if not names:
             raise UsageError(f"{base} serves no model that writes texts")
         if len(names) != 1:
-            raise UsageError(f"{base} serves {len(names)} models ({', '.join(names)}): name one with `model`")
+            raise UsageError(f"{base} serves {len(names)} models ({said(', '.join(names))}): name one with `model`")
         model = names[0]
     random = np.random.default_rng(seed)
     address = f"{base}/chat/completions" if chat else f"{base}/completions"

@@ -21,9 +21,10 @@ from fettle.files import plain
 from fettle.measure import Load, Surroundings, busy_load
 from fettle.package.manifest import Package
 from fettle.package.settings import powers
-from fettle.procs.child import Child, ChildError, Request
+from fettle.procs.child import ChildError, Request
 from fettle.procs.limits import resident_bytes
 from fettle.procs.parent import Parent, be_a_worker
+from fettle.slo.stopping import Stoppable, Stopped
 from fettle.units import count_text
 
 T = TypeVar("T")
@@ -60,10 +61,6 @@ class Calibration(msgspec.Struct):
         return max((memory for size, memory in self.memory_bytes.items() if size <= rows), default=0)
 
 
-class Stopped(Exception):
-    """Whoever asked for the measurement wants it no more."""
-
-
 def sizes_up_to(most: int) -> list[int]:
     """The batch sizes to begin with: 1, 2, 3, 4, 6, 8, 12, 16, ... and the largest."""
     return sorted({size for power in powers(most) for size in (power, power * 3 // 2) if size <= most})
@@ -78,12 +75,12 @@ def calibrate(
     Between two sizes whose neighbours do not lie on a line the size in the middle is measured too: cost curves have
     steps. A package with buckets is timed at those. Sizes whose call alone takes longer than the limit are left out,
     but for the first. Failures of the workers are part of what is returned. A size that others disturbed is timed again
-    once they are gone, as far as `around` waits for that. Raises `Stopped` between two sizes once it is stopped.
+    once they are gone, as far as `around` waits for that. Raises `Stopped` once it is stopped.
     """
     calibration, around = Calibration(), around or Surroundings()
     if around.stopped():
         raise Stopped
-    processes = _Workers(package, workers, threads, device)
+    processes = _Workers(package, workers, threads, device, around.stopped)
     try:
         if not _started(processes, calibration):
             return calibration
@@ -176,16 +173,18 @@ class _Timed(msgspec.Struct):
 class _Workers:
     """Processes that compute at the same time, as they would when serving."""
 
-    def __init__(self, package: Package, workers: int, threads: int, device: str) -> None:
-        self._load, self._workers = _Load(str(package.folder), threads, device), workers
-        self._children: list[Child] = []
+    def __init__(
+        self, package: Package, workers: int, threads: int, device: str, stopped: Callable[[], bool]
+    ) -> None:  # fmt: skip
+        self._load, self._workers, self._stopped = _Load(str(package.folder), threads, device), workers, stopped
+        self._children: list[Stoppable] = []
 
     def start(self) -> None:
         """Begin, or begin anew. Raises `ChildError` where the package cannot be loaded."""
         self.close()
         variables = {"OMP_NUM_THREADS": str(self._load.threads), "PYTHONSAFEPATH": "1"}  # as a server's workers have
         for _ in range(self._workers):
-            self._children.append(Child("fettle.slo.calibrate", variables=variables))
+            self._children.append(Stoppable("fettle.slo.calibrate", variables, self._stopped))
         self._ask(self._load, type(None), START_S)
 
     def time(self, size: int, seconds: float) -> tuple[tuple[float, ...], tuple[float, ...], int]:

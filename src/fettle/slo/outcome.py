@@ -16,7 +16,7 @@ from fettle.files import plain
 from fettle.load.torchserve import torchserve_row
 from fettle.measure import pareto
 from fettle.slo.kept import Tested
-from fettle.slo.points import Measured, Point, SearchResult
+from fettle.slo.points import Measured, Point, Proven, SearchResult
 from fettle.units import rate_text
 
 LINEAR = 0.05
@@ -49,7 +49,7 @@ def explain(result: SearchResult) -> list[str]:
     best = result.best or (points[0] if points else None)
     if best is None or not best.predicted:
         return _why_nothing(result)
-    notes = [*_about_ties(best, points), *_about_serving(best, result), *_about_rows(best, result),
+    notes = [*about_bound(best), *_about_ties(best, points), *_about_serving(best, result), *_about_rows(best, result),
             *_about_delay(best, points), *_about_workers(best, points)]  # fmt: skip
     if result.best is None and any(point.tests for point in points):
         nearest = min((test for point in points for test in point.tests), key=_p99)
@@ -70,6 +70,13 @@ def _why_nothing(result: SearchResult) -> list[str]:
                 "queue"]  # fmt: skip
     return [f"queueing breaks the limit: one row takes {single * 1e3:.4g} of {result.limit_s * 1e3:.4g} ms, and two "
             "requests that come together cannot both be in time"]  # fmt: skip
+
+
+def about_bound(best: Proven) -> list[str]:
+    """That a setting was not brought to its limit."""
+    if not (best.tests and all(test.held for test in best.tests)):
+        return []
+    return ["all load tests of the best setting kept the limit: it may serve more than the most that was tried"]
 
 
 def _about_ties(best: Point, points: Sequence[Point]) -> list[str]:

@@ -8,6 +8,7 @@ on: for each request that comes meanwhile, ``held_s``. So two short runs on the 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import msgspec
@@ -16,6 +17,7 @@ from fettle.load.client import Request
 from fettle.load.loops import closed_loop
 from fettle.package.settings import CostCurve
 from fettle.slo.server_process import ServerFailure, ServerProcess
+from fettle.slo.stopping import Stopped
 
 RUN_S = 1.5
 """Each of the two runs lasts this long at least, and 30 calls of the model."""
@@ -31,18 +33,21 @@ class Overheads(msgspec.Struct, frozen=True):
 
 
 async def measure_overheads(
-    served: ServerProcess, requests: Sequence[Request], curve: CostCurve, *, workers: int, max_rows: int
-) -> Overheads:
-    """Two closed loops. Raises `ServerFailure` where requests fail.
+    served: ServerProcess, requests: Sequence[Request], curve: CostCurve, *, workers: int, max_rows: int,
+    stop: asyncio.Event | None = None,
+) -> Overheads:  # fmt: skip
+    """Two closed loops. Raises `ServerFailure` where requests fail, and `Stopped`.
 
     Where the server is quicker than the calibration said, as far as that was noise, a constant is 0: never less.
     """
-    alone = await closed_loop(requests, 1, max(RUN_S, 30 * curve.at(1)))
+    alone = await closed_loop(requests, 1, max(RUN_S, 30 * curve.at(1)), stop=stop)
     single = await served.stats()
     clients = min(256, 2 * max_rows * workers + workers)
-    busy = await closed_loop(requests, clients, max(RUN_S, 30 * curve.at(max_rows) / workers))
+    busy = await closed_loop(requests, clients, max(RUN_S, 30 * curve.at(max_rows) / workers), stop=stop)
     stats = await served.stats()
     for run in (alone, busy):
+        if run.interrupted:
+            raise Stopped
         if not run.answered or run.failed:
             raise ServerFailure(f"{run.failed} of {sum(run.statuses.values())} requests failed: {run.statuses}")
     rows = sum(size * count for size, count in stats.rows.items()) / max(stats.calls, 1)

@@ -153,6 +153,8 @@ class Measured:
     calibration: Calibration
     buckets: tuple[int, ...] = ()
     """`Setting.buckets` of its package."""
+    most_rows: float = math.inf
+    """Rows of the largest batch to try: where calls have the sizes of buckets, costs may be known of more."""
     overheads: Overheads | None = None
     """Measured with this branch."""
     lender: Measured | None = None

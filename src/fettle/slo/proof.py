@@ -22,11 +22,11 @@ from fettle.measure import Load, Surroundings
 from fettle.package.host import host_id
 from fettle.package.manifest import Package
 from fettle.package.settings import CostCurve, ServeSettings
-from fettle.slo.calibrate import Stopped
 from fettle.slo.kept import Tested, package_key
 from fettle.slo.points import Outcome, Point, Proven, SearchResult, Setting
 from fettle.slo.server_process import ServerFailure, ServerProcess, ServerStats
 from fettle.slo.simulate import Costs, simulate
+from fettle.slo.stopping import Stopped
 from fettle.units import rate_text
 
 T = TypeVar("T")
@@ -34,7 +34,9 @@ LATE = "the load generator was late itself in tests that failed: what was measur
 """A late generator makes latencies longer, never shorter: what passes has passed."""
 STEPS_DOWN = (0.85, 0.7, 0.5)
 """Factors on the rate after the first, second and third load test that did not keep the limit."""
-STEP_UP = 1.1
+STEPS_UP = (1.1, 1.3, 1.6)
+"""Those after the first, second and third where all have kept it: costs that were measured on a busy machine let expect
+far too little."""
 NEAR = 1.045
 """The first step, either way, from a rate that tests of a like setting let expect: two tests are enough then."""
 REQUESTS, LONGEST_S = 1000, 60.0
@@ -60,10 +62,10 @@ async def bracket(
     again once they are gone, as far as `around` waits for that.
     """
     good, bad, rate, missed = 0.0, math.inf, max(expected, to_beat), 0
-    up, down = (NEAR, (1 / NEAR, *STEPS_DOWN)) if near else (STEP_UP, STEPS_DOWN)
+    up, down = ((NEAR,), (1 / NEAR, *STEPS_DOWN)) if near else (STEPS_UP, STEPS_DOWN)
     served: ServerProcess | None = None
     try:
-        for _ in range(4):
+        for number in range(4):
             tested = journal.answer(key(rate), Tested)
             if tested is None:
                 on_test(rate)
@@ -86,7 +88,7 @@ async def bracket(
             if bad <= to_beat or (good and bad / good < 1.05):
                 break
             if good:
-                rate = math.sqrt(good * bad) if bad < math.inf else rate * up
+                rate = math.sqrt(good * bad) if bad < math.inf else rate * up[min(number, len(up) - 1)]
             else:
                 rate = max(rate * down[min(missed, len(down)) - 1], to_beat)
         point.measured = good
@@ -127,6 +129,7 @@ async def prove(
     """
     setting, limit_s = point.setting, result.limit_s
     settings = serve_settings(package.settings, setting, costs, limit_s)
+    watch = around or Surroundings(stopped=stop.is_set if stop is not None else lambda: False)
 
     def on_test(rate: float) -> None:
         if stop is not None and stop.is_set():
@@ -138,7 +141,7 @@ async def prove(
 
     await bracket(
         point, result, journal or Journal(), expected or point.predicted, to_beat, near=bool(expected), key=key,
-        start=lambda: ServerProcess.start(package, settings, trust), on_test=on_test, around=around or Surroundings(),
+        start=lambda: ServerProcess.start(package, settings, trust, watch.stopped), on_test=on_test, around=watch,
         test=lambda served, rate: _test(
             served, package, point, costs, rate, load_test_s(rate, seconds), limit_s, stop
         ),

@@ -67,7 +67,7 @@ def _simulated(measured: Measured, limit_s: float) -> list[Point]:
     branch, costs = measured.branch, measured.costs
     curve = costs.curve
     points = []
-    for rows in (size for size in ROWS if size <= curve.rows[-1]):
+    for rows in (size for size in ROWS if size <= min(curve.rows[-1], measured.most_rows)):
         for delay in DELAYS if rows > 1 else DELAYS[:1]:
             setting = Setting(**vars(branch), max_rows=rows, delay_s=delay * curve.at(1), buckets=measured.buckets)
             best, outcome = capacity(setting.batching(), costs, limit_s)

@@ -22,7 +22,7 @@ from fettle.load.arrivals import poisson
 from fettle.measure import Load, Surroundings
 from fettle.package.manifest import Package
 from fettle.procs.limits import granted_memory_bytes
-from fettle.slo.calibrate import Calibration, Stopped, calibrate
+from fettle.slo.calibrate import Calibration, calibrate
 from fettle.slo.kept import open_journal, package_key
 from fettle.slo.outcome import explain, front, how_much_slower
 from fettle.slo.overheads import Overheads, measure_overheads
@@ -31,6 +31,7 @@ from fettle.slo.proof import load_test_s, prove, sample_requests, serve_settings
 from fettle.slo.ranking import Known, between, rank, worker_splits
 from fettle.slo.server_process import ServerFailure, ServerProcess
 from fettle.slo.simulate import capacity, simulate
+from fettle.slo.stopping import Stopped
 from fettle.units import count_text, rate_text
 
 HEADROOM = 0.2
@@ -144,7 +145,9 @@ class _Search:
             self.result.failures.append(Failure(f"{branch}{at}", why))
         if calibration.samples:
             self.result.loads.append(calibration.load)
-            self.result.branches[branch] = Measured(branch, calibration, package.settings.buckets, lender=self._lender)
+            self.result.branches[branch] = Measured(
+                branch, calibration, package.settings.buckets, most, lender=self._lender
+            )  # fmt: skip
 
     def _lacks_memory(self, branch: Branch) -> str:
         """Why so many workers would not fit beside each other, by what one was seen to need; empty where they would."""
@@ -217,11 +220,11 @@ class _Search:
             at_once = replace(setting, delay_s=0.0)
             settings = serve_settings(package.settings, at_once, self.result.branches[branch].costs, 0.0)
             try:
-                served = await ServerProcess.start(package, settings, self.trust)
+                served = await ServerProcess.start(package, settings, self.trust, self.stop.is_set)
                 try:
                     requests = sample_requests(package, served.url)
                     overheads, load = await watched(self._around, lambda: measure_overheads(
-                        served, requests, curve, workers=branch.workers, max_rows=rows
+                        served, requests, curve, workers=branch.workers, max_rows=rows, stop=self.stop
                     ))  # fmt: skip
                 finally:
                     await served.close()

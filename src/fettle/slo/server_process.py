@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,8 +20,9 @@ from fettle.errors import UsageError
 from fettle.loop import run
 from fettle.package.manifest import Package, open_package
 from fettle.package.settings import ServeSettings
-from fettle.procs.child import Child, ChildError, Reply, Request, replied
+from fettle.procs.child import ChildError, Reply, Request, replied
 from fettle.procs.parent import Parent, die_with_parent, failure_of
+from fettle.slo.stopping import Stoppable
 
 if TYPE_CHECKING:
     from fettle.serve.engine.metrics import ModelMetrics
@@ -81,15 +82,18 @@ class _Stats(Request, tag="looking"):
 class ServerProcess:
     """One running server. `start` makes one; `close` ends it, as does the end of this process."""
 
-    def __init__(self) -> None:
-        self._child = Child("fettle.slo.server_process", variables={"PYTHONSAFEPATH": "1"})
+    def __init__(self, stopped: Callable[[], bool]) -> None:
+        self._child = Stoppable("fettle.slo.server_process", {"PYTHONSAFEPATH": "1"}, stopped)
         self.url = ""
 
     @classmethod
-    async def start(cls, package: Package, settings: ServeSettings, trust: Sequence[str] = ()) -> ServerProcess:
+    async def start(
+        cls, package: Package, settings: ServeSettings, trust: Sequence[str] = (),
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> ServerProcess:  # fmt: skip
         """Serve `package` with `settings`; returns when it is warm. `trust`: digests of handlers that may run. Raises
-        `ServerFailure`."""
-        server = cls()
+        `ServerFailure`, and `Stopped` once that is so while an answer is awaited."""
+        server = cls(stopped)
         try:
             port = await server._ask(_Serve(str(package.folder), settings, tuple(trust)), int, START_S)
         except BaseException:

@@ -21,9 +21,10 @@ from fettle.files import plain
 from fettle.measure import Surroundings
 from fettle.package.manifest import Package
 from fettle.package.settings import powers
-from fettle.procs.child import Child, ChildError, Request
+from fettle.procs.child import ChildError, Request
 from fettle.procs.parent import Parent, be_a_worker
-from fettle.slo.calibrate import ANSWER_S, START_S, Stopped
+from fettle.slo.calibrate import ANSWER_S, START_S
+from fettle.slo.stopping import Stoppable, Stopped
 from fettle.units import count_text
 
 Array = np.ndarray[Any, Any]
@@ -135,10 +136,11 @@ def calibrate_texts(
     """Time steps of up to `most` texts of up to `whole` tokens, of which prompts have up to `prompt`.
 
     What fails is kept with its reason, and nothing larger is tried. A cell that others disturbed is timed again once
-    they are gone, as far as `around` waits for that. Raises `Stopped` between two cells once it is stopped.
+    they are gone, as far as `around` waits for that. Raises `Stopped` once it is stopped.
     """
     costs, around = TextCosts(), around or Surroundings()
-    with Child("fettle.slo.text_costs", variables={"OMP_NUM_THREADS": str(threads)}) as child:
+    variables = {"OMP_NUM_THREADS": str(threads), "PYTHONSAFEPATH": "1"}  # as a server's workers have
+    with Stoppable("fettle.slo.text_costs", variables, around.stopped) as child:
         tried = "loading"
         try:
             costs = child.call(_Load(str(package.folder), threads, device, most), TextCosts, START_S)
@@ -208,6 +210,8 @@ class _Worker:
         if running is None:
             raise UsageError("this model generates no text")
         self.running = running
+        settings = running.handler.settings  # where answers are one token long, there would be no step to time
+        running.handler.settings = msgspec.structs.replace(settings, max_new_tokens=settings.max_tokens)
         kept = running.cache
         row_bytes, in_parts = kept.nbytes // running.rows if kept is not None else 0, not running.handler.begins
         return TextCosts(running.rows, row_bytes, kept is not None, in_parts=in_parts)

@@ -31,12 +31,12 @@ from fettle.package.handlers.generate import Settings
 from fettle.package.handlers.text import read_tokenizer
 from fettle.package.manifest import Package
 from fettle.package.settings import ServeSettings, powers
-from fettle.slo.calibrate import Stopped
 from fettle.slo.kept import Tested, open_journal, package_key
-from fettle.slo.outcome import torchserve_test
+from fettle.slo.outcome import about_bound, torchserve_test
 from fettle.slo.points import Failure, Outcome, Proven, Variant
 from fettle.slo.proof import bracket, load_test_s, loaded
 from fettle.slo.server_process import ServerFailure, ServerProcess
+from fettle.slo.stopping import Stopped
 from fettle.slo.text_costs import CHUNKS, TextCosts, calibrate_texts
 from fettle.slo.text_simulation import Tables, simulate_texts, text_capacity
 from fettle.units import count_text
@@ -270,7 +270,7 @@ class _Search:
 
         await bracket(
             point, result, self.journal, point.predicted, to_beat, near=bool(to_beat), on_test=on_test, key=key,
-            start=lambda: ServerProcess.start(package, settings), around=self.around,
+            start=lambda: ServerProcess.start(package, settings, (), self.stop.is_set), around=self.around,
             test=lambda served, rate: self._test(served, setting, rate),
         )  # fmt: skip
 
@@ -323,6 +323,7 @@ def explain(result: TextSearch) -> list[str]:
             alone = min(seconds for costs in result.costs.values() for cell, seconds in costs.writing if cell.rows == 1)
             notes.append(f"a token of one text alone takes {alone * 1e3:.4g} ms")
         return notes
+    notes += about_bound(best)
     for name, change in (("rows", "texts at once"), ("chunk", "tokens of prompts a step")):
         own = getattr(best.setting, name)
         near = sorted(

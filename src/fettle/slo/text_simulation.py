@@ -189,7 +189,8 @@ def text_capacity(
     slow."""
     unit = poisson(1.0, TEXTS * 1.2)[:TEXTS]
     prompt, output = float(np.mean(prompts)), float(np.mean(outputs))
-    alone = output * tables.writing[1][0] + (tables.prompts[1] if tables.keeps else 0.0)
+    part = min(chunk, max(1, round(prompt)))  # a long prompt is read in such parts
+    alone = output * tables.writing[1][0] + (tables.prompts[part] * prompt / part if tables.keeps else 0.0)
 
     def good(rate: float) -> Served | None:
         served = simulate_texts(unit / rate, prompts, outputs, rows, chunk, tables, give_up=limits)

@@ -19,8 +19,8 @@ from fettle.package.export import as_served
 from fettle.package.manifest import open_package
 from fettle.procs.process import Process, how_it_ended
 from fettle.recipe import Recipe
-from fettle.slo.calibrate import Stopped
 from fettle.slo.points import Failure, Variant
+from fettle.slo.stopping import Stopped
 from fettle.workload import Target
 
 AS_GIVEN = "as given"

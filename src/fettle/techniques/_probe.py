@@ -227,8 +227,7 @@ compute. The products of a mixture of experts are ``grouped_mm``."""
 
 
 class _SeesCalls(torch.overrides.TorchFunctionMode):
-    """Notes whether scaled_dot_product_attention is called while it is active, how often between few tokens and many,
-    whether rows are added by index, and what other runtimes cannot compute."""
+    """Notes what of the like of scaled_dot_product_attention is called, and what other runtimes cannot compute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -298,8 +297,7 @@ def _forward_facts(workload: Workload) -> dict[str, Any]:
         pass
     return {
         "uses_sdpa": watch.seen, "uneven_sdpa": watch.uneven, "adds_by_index": watch.adds_by_index,
-        "manual_attention": manual,
-        "train_mode_differs": differs, "changes_buffers": changes, "changes_inputs": writes,
+        "manual_attention": manual, "train_mode_differs": differs, "changes_buffers": changes, "changes_inputs": writes,
         "adds_to_inputs": writes and adds, "fed_alike": tuple(alike), "not_exported": odd,
         "output_types": tuple(kinds), "cannot_run": watch.cannot_run,
     }  # fmt: skip
