@@ -19,24 +19,30 @@ SETTINGS: dict[str, Any] = {
     "context_settings": {"help_option_names": ["-h", "--help"]},
 }
 """What every application of Typer here is made with."""
+_CALL = re.compile(r" *(?:\w+=\S+ )?fettle ")
 
 
 def _reflowed(command: Any) -> Any:
     """The command, each paragraph of its help on one line: rich keeps the breaks of the source, whatever the terminal's
-    width. Examples stand apart; those that follow the first line at once would lose their indentation to Typer, but for
-    an empty paragraph between."""
-    text = re.sub(r"(?<=\S)\n(?=\S)", " ", command.help or "")
-    text = re.sub(r"^  fettle .*$", _folded, text, flags=re.MULTILINE)
-    command.help = re.sub(r"\A(.*)\n\n(?=\[bold\]Example)", r"\1\n\n\n\n", text)
+    width. The last paragraph, where it begins with a call of fettle, is examples, a line each: they stand apart under
+    a title; those that follow the first line at once would lose their indentation to Typer, but for an empty paragraph
+    between."""
+    *text, last = (command.help or "").split("\n\n")
+    examples = [f"  {line.strip()}" for line in last.splitlines()] if _CALL.match(last) else []
+    parts = [re.sub(r"(?<=\S)\n(?=\S)", " ", part) for part in (text if examples else [*text, last])]
+    if examples:
+        between = [""] * (len(text) == 1)
+        parts += [*between, f"[bold]Example{'s' * (len(examples) > 1)}[/]", *map(_folded, examples)]
+    command.help = "\n\n".join(parts)
     for inner in getattr(command, "commands", {}).values():
         _reflowed(inner)
     return command
 
 
-def _folded(example: re.Match[str]) -> str:
+def _folded(example: str) -> str:
     """An example that is too long for the terminal as a shell takes it on several lines."""
     width = max(1, shutil.get_terminal_size().columns - 4)  # the margins of the help, and the backslash
-    lines = textwrap.wrap(example[0], width, subsequent_indent="      ", break_long_words=False, break_on_hyphens=False)
+    lines = textwrap.wrap(example, width, subsequent_indent="      ", break_long_words=False, break_on_hyphens=False)
     return " \\\n".join(lines)
 
 

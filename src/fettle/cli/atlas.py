@@ -37,11 +37,8 @@ def add(
 ) -> None:
     """Add all trials of studies to an atlas. A trial that is made again takes the place of the earlier one.
 
-    [bold]Examples[/]
-
-      fettle atlas add atlas.parquet fettle-out fettle-study
-
-      fettle atlas add atlas.parquet out/unet --family diffusion
+    fettle atlas add atlas.parquet fettle-out fettle-study
+    fettle atlas add atlas.parquet out/unet --family diffusion
     """
     from fettle.atlas import merged, read_atlas, write_atlas
     from fettle.errors import UsageError, refusing
@@ -86,9 +83,7 @@ def _locked(atlas: Path) -> Iterator[None]:
 def show(atlas: Annotated[Path, _ATLAS], as_json: _options.AsJson = False) -> None:
     """What is in an atlas: its models and machines.
 
-    [bold]Examples[/]
-
-      fettle atlas show atlas.parquet
+    fettle atlas show atlas.parquet
     """
     from fettle.atlas import read_atlas
 
@@ -112,9 +107,7 @@ def query(
     A text stands for all that begin with it. Each gain is that of a level beside otherwise equal recipes of the same
     model on the same machine; its interval is over models. Each machine, device and mode has an answer of its own.
 
-    [bold]Examples[/]
-
-      fettle atlas query atlas.parquet --family convolutional --machine this
+    fettle atlas query atlas.parquet --family convolutional --machine this
     """
     from fettle.atlas import matching, read_atlas
     from fettle.machine import this_machine

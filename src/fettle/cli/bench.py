@@ -65,17 +65,11 @@ def command(
     Exit code 1: a recipe did not run, or its answers are off; the code is slower or bigger than a limit of the gate.
     Exit code 3: the gate, or the bisection, cannot tell; it says what would settle it.
 
-    [bold]Examples[/]
-
-      fettle bench model.py --recipe "precision=bf16" --recipe "precision=bf16 compile=default"
-
-      fettle bench model.py --recipe baseline        # against itself: says "same"
-
-      fettle bench model.py --against main --fail-slower 3% --fail-memory 5%
-
-      fettle bench model.py --against-python old-venv/bin/python
-
-      fettle bench model.py --bisect v1.2..HEAD --fail-slower 5%
+    fettle bench model.py --recipe "precision=bf16" --recipe "precision=bf16 compile=default"
+    fettle bench model.py --recipe baseline        # against itself: says "same"
+    fettle bench model.py --against main --fail-slower 3% --fail-memory 5%
+    fettle bench model.py --against-python old-venv/bin/python
+    fettle bench model.py --bisect v1.2..HEAD --fail-slower 5%
     """
     if against or against_python or bisect:
         if recipe or max_error is not None or max_metric_drop is not None:

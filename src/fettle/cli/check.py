@@ -30,9 +30,7 @@ def command(
     Exit code 1: it is slower than the model as given (tuned for memory: needs no less; and so on), did not run, or its
     answers are off.
 
-    [bold]Example[/]
-
-      fettle check fettle-out/recipe.toml model.py
+    fettle check fettle-out/recipe.toml model.py
     """
     from fettle.applying import foreign
     from fettle.comparing import check, comparison_json

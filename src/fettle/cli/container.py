@@ -25,11 +25,8 @@ def command(
     cache that is mounted, a user that is not root, a health check, and fettle doctor at build time; compose and
     Kubernetes files beside it. pip is asked for the hashes, which asks the package index. Nothing is built.
 
-    [bold]Examples[/]
-
-      fettle container digits-1
-
-      fettle container fettle-out/recipe.toml --output image --wheel torch_fettle-0.1.0-py3-none-any.whl
+    fettle container digits-1
+    fettle container fettle-out/recipe.toml --output image --wheel torch_fettle-0.1.0-py3-none-any.whl
     """
     from fettle.container import write_image
     from fettle.files import check_writable

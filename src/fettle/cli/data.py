@@ -44,13 +44,9 @@ def command(
 
     Exit code 1: a row of the data set raises.
 
-    [bold]Examples[/]
-
-      fettle data train.py:loader
-
-      fettle data train.py:loader_and_step --output pipeline.html
-
-      fettle data workers0.pt.trace.json.gz --after workers4.pt.trace.json.gz
+    fettle data train.py:loader
+    fettle data train.py:loader_and_step --output pipeline.html
+    fettle data workers0.pt.trace.json.gz --after workers4.pt.trace.json.gz
     """
     from fettle.errors import UsageError
 

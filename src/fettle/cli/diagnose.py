@@ -50,17 +50,11 @@ def command(
 ) -> None:
     """Say why it is slow or big: the causes that cost most, the most that mending each could bring, and what to do.
 
-    [bold]Examples[/]
-
-      fettle diagnose model.py
-
-      fettle diagnose model.py:classifier --verify --output diagnosis.html
-
-      fettle diagnose loop.py
-
-      fettle diagnose trace.json.gz
-
-      fettle diagnose model.py --fail-on graph-breaks=0,recompiles=0,syncs=0
+    fettle diagnose model.py
+    fettle diagnose model.py:classifier --verify --output diagnosis.html
+    fettle diagnose loop.py
+    fettle diagnose trace.json.gz
+    fettle diagnose model.py --fail-on graph-breaks=0,recompiles=0,syncs=0
     """
     from fettle.diagnose import diagnose, diagnosis_json
 

@@ -57,15 +57,10 @@ def command(
 
     Exit code 1: something was found that is an error, or of the level of --fail-on.
 
-    [bold]Examples[/]
-
-      fettle doctor
-
-      fettle doctor train.py:workload
-
-      fettle doctor --fail-on warning --ignore busy-neighbour --json
-
-      fettle doctor --lock requirements.lock
+    fettle doctor
+    fettle doctor train.py:workload
+    fettle doctor --fail-on warning --ignore busy-neighbour --json
+    fettle doctor --lock requirements.lock
     """
     if fail_on not in (*LEVELS, "never"):
         raise UsageError(f"--fail-on {fail_on}: write {', '.join(LEVELS)} or never")

@@ -32,13 +32,9 @@ def command(
 ) -> None:
     """Write a job that starts the workers of a study, one at a time on each device.
 
-    [bold]Examples[/]
-
-      fettle export slurm model.py --storage postgresql://fettle@db/studies --study night --workers 8
-
-      fettle export kubernetes --storage postgresql://fettle@db/studies --study night --image registry.example/night
-
-      fettle export ray model.py --storage postgresql://fettle@db/studies --study night --gpus 4
+    fettle export slurm model.py --storage postgresql://fettle@db/studies --study night --workers 8
+    fettle export kubernetes --storage postgresql://fettle@db/studies --study night --image registry.example/night
+    fettle export ray model.py --storage postgresql://fettle@db/studies --study night --gpus 4
     """
     from fettle.files import write_text
     from fettle.studies.jobs import Job, write

@@ -39,11 +39,8 @@ def command(
     Writes improve.html with what each step brought, and what the single commands write. Killed or interrupted, the same
     command goes on where it was. Exit code 1: a step could not be done.
 
-    [bold]Examples[/]
-
-      fettle improve model.py
-
-      fettle improve train.py:workload --data train.py:loader --skip package --budget 10m
+    fettle improve model.py
+    fettle improve train.py:workload --data train.py:loader --skip package --budget 10m
     """
     from fettle.improve import Settings, improve
     from fettle.report import progress

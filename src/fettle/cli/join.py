@@ -17,9 +17,7 @@ def command(
     The study shows the whole command, with the key that both sides need. What is trained must lie at the same place on
     every node. The study's node may run code here: give the key to no one else. Ends when the study does.
 
-    [bold]Example[/]
-
-      FETTLE_KEY=4f0c... fettle join 10.0.0.1:29400
+    FETTLE_KEY=4f0c... fettle join 10.0.0.1:29400
     """
     from fettle.procs.nodes import address_of, join
 

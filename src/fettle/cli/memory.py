@@ -35,13 +35,9 @@ def command(
 ) -> None:
     """Analyse a memory snapshot: peak, holders, spikes, leaks, fragmentation, churn; or compare two.
 
-    [bold]Examples[/]
-
-      fettle memory run.pickle --output memory.html
-
-      fettle memory before.pickle after.pickle
-
-      fettle memory run.pickle --request 2GiB --device-free 1GiB
+    fettle memory run.pickle --output memory.html
+    fettle memory before.pickle after.pickle
+    fettle memory run.pickle --request 2GiB --device-free 1GiB
     """
     limit = parse_size(max_file_size, "--max-file-size")
     request_bytes = parse_size(request, "--request") if request is not None else None

@@ -38,11 +38,8 @@ def command(
     Strategies are single, ddp, zero1, zero2, zero3, hsdp, tensor and zero3-tensor with settings wrap, precision,
     checkpoint, compress, buckets, graph, offload and compile. Exit code 1: nothing fits.
 
-    [bold]Examples[/]
-
-      fettle plan train.py --world-size 64 --device-memory 80GiB
-
-      fettle plan train.py --world-size 16 --strategy "zero3 checkpoint=block" --strategy ddp --output plan.html
+    fettle plan train.py --world-size 64 --device-memory 80GiB
+    fettle plan train.py --world-size 16 --strategy "zero3 checkpoint=block" --strategy ddp --output plan.html
     """
     from fettle.errors import UsageError
     from fettle.files import plain

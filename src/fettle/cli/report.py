@@ -26,9 +26,7 @@ def command(
 ) -> None:
     """Write report.html of a finished tuning again, print its table, and save its charts.
 
-    [bold]Example[/]
-
-      fettle report fettle-out --output pictures
+    fettle report fettle-out --output pictures
     """
     from fettle.report import load_result, page, print_result, to_json, write_charts
 

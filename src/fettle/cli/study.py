@@ -124,25 +124,15 @@ def command(
     Writes study.html, study.json, study.csv and pictures. Killed or interrupted, the same command goes on where it was.
     Exit code 2: also a study of more than an hour without --yes, which prints its plan.
 
-    [bold]Examples[/]
-
-      fettle study model.py --only --technique precision=fp32,bf16 --technique compile=off,default
-
-      fettle study model.py other.py --design pairs --factor batch=1,4,16 --budget 30m
-
-      fettle study model.py --python ../old/.venv --only --technique runtime=torch,openvino
-
-      fettle study model.py --storage postgresql://fettle@db/studies -o study-node1
-
-      fettle study model.py --storage postgresql://fettle@db/studies --study night --enqueue
-
-      fettle study --storage postgresql://fettle@db/studies --study night      # draw what is there, measure nothing
-
-      fettle study model.py --design ladder --order mode,precision,channels_last,compile
-
-      fettle study model.py --design ladder --grow-batch 2GiB
-
-      fettle study --from-csv cube.csv --response "throughput (it/s)" --group-by model-arch
+    fettle study model.py --only --technique precision=fp32,bf16 --technique compile=off,default
+    fettle study model.py other.py --design pairs --factor batch=1,4,16 --budget 30m
+    fettle study model.py --python ../old/.venv --only --technique runtime=torch,openvino
+    fettle study model.py --storage postgresql://fettle@db/studies -o study-node1
+    fettle study model.py --storage postgresql://fettle@db/studies --study night --enqueue
+    fettle study --storage postgresql://fettle@db/studies --study night      # draw what is there, measure nothing
+    fettle study model.py --design ladder --order mode,precision,channels_last,compile
+    fettle study model.py --design ladder --grow-batch 2GiB
+    fettle study --from-csv cube.csv --response "throughput (it/s)" --group-by model-arch
     """
     from fettle.studies import Settings, check_name, read_csv, read_ladder, stored
 

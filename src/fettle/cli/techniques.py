@@ -21,11 +21,8 @@ def command(
 ) -> None:
     """List the techniques with their levels, and why a level cannot be used here.
 
-    [bold]Examples[/]
-
-      fettle techniques
-
-      fettle techniques model.py:classifier --json
+    fettle techniques
+    fettle techniques model.py:classifier --json
     """
     from fettle.errors import refusing
     from fettle.measure import Worker, WorkerError, messages

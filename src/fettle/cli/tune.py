@@ -68,21 +68,13 @@ def command(
 
     Exit code 1: no recipe keeps the limits. Killed or interrupted, the same command goes on where it was.
 
-    [bold]Examples[/]
-
-      fettle tune model.py
-
-      fettle tune model.py:classifier --max-metric-drop 0.01 --budget 5m
-
-      fettle tune loop.py --nproc 2 --goal memory --min-throughput 100
-
-      fettle tune loop.py --nproc 4 --nodes 2 --listen 10.0.0.1:29400
-
-      fettle tune loop.py --allow batch-size
-
-      fettle tune writer.py --goal tpot --max-ttft 500ms
-
-      fettle tune model.py --goal latency --max-memory 2GiB --technique precision=fp32,bf16
+    fettle tune model.py
+    fettle tune model.py:classifier --max-metric-drop 0.01 --budget 5m
+    fettle tune loop.py --nproc 2 --goal memory --min-throughput 100
+    fettle tune loop.py --nproc 4 --nodes 2 --listen 10.0.0.1:29400
+    fettle tune loop.py --allow batch-size
+    fettle tune writer.py --goal tpot --max-ttft 500ms
+    fettle tune model.py --goal latency --max-memory 2GiB --technique precision=fp32,bf16
     """
     from fettle.report import print_result, progress, save, to_json
     from fettle.result import limits_given

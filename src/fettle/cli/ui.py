@@ -30,13 +30,9 @@ def command(
     address that is printed, and opened in a browser where there is a desktop; Ctrl-C ends it. With --json the inventory
     is printed and nothing is served. Exit codes: 0 done, 2 no such folder, or a port that is taken.
 
-    [bold]Examples[/]
-
-      fettle ui fettle-out
-
-      fettle ui . --port 8300 --no-browser
-
-      fettle ui fettle-out --json
+    fettle ui fettle-out
+    fettle ui . --port 8300 --no-browser
+    fettle ui fettle-out --json
     """
     from fettle.ui import Site, address_of, inventory, serve
 

@@ -37,11 +37,8 @@ def command(
     page in the folder. Exit code 2: also a model, inputs or weights that are not the study's; 130: asked to end, all
     that was measured kept.
 
-    [bold]Examples[/]
-
-      fettle worker --storage postgresql://fettle@db/studies --study night
-
-      fettle worker models/net.py:small --storage postgresql://fettle@db/studies --study night -o worker-7
+    fettle worker --storage postgresql://fettle@db/studies --study night
+    fettle worker models/net.py:small --storage postgresql://fettle@db/studies --study night -o worker-7
     """
     from fettle.studies import Settings, settings_of
 

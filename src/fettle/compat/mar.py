@@ -26,7 +26,7 @@ import torch
 from fettle.errors import UsageError, first_line, refusing, type_text
 from fettle.files import sha256_of
 from fettle.package.archive import bounded, unzip
-from fettle.package.export import check_free, check_installed, write_package
+from fettle.package.export import Positional, check_free, check_installed, write_package
 from fettle.package.handlers import READY
 from fettle.package.handlers.parts import LABELS, labels_file
 from fettle.package.manifest import Package, check_name
@@ -256,19 +256,7 @@ def _from_torchscript(path: Path, batch: tuple[torch.Tensor, ...]) -> torch.nn.M
             converted = TS2EPConverter(script, batch).convert().module()
             wanted, answer = script(*batch), converted(*batch)
         torch.testing.assert_close(answer, wanted, rtol=1e-3, atol=1e-4)
-    return _Positional(converted)
-
-
-class _Positional(torch.nn.Module):
-    """An exported program as a module whose mode nobody changes."""
-
-    def __init__(self, program: torch.nn.Module) -> None:
-        super().__init__()
-        program.train = lambda mode=True: program  # type: ignore[method-assign] # exported programs raise here
-        self.program = program
-
-    def forward(self, *tensors: torch.Tensor) -> Any:
-        return self.program(*tensors)
+    return Positional(converted)
 
 
 def _batches(inputs: Sequence[str], kind: Path | str | None) -> list[tuple[torch.Tensor, ...]]:

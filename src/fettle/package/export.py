@@ -232,7 +232,7 @@ def _store(
     if levels.get("quantize") == _STATIC:
         with refusing(f"quantize={_STATIC} cannot be applied to the model:"), torch.inference_mode(False):
             converted = quantize_exported(program.module(), [tuple(batch) for batch in flat.calibration])
-        program = export_program(_Again(converted), flat.samples, flat.shapes, manifest.max_rows)
+        program = export_program(Positional(converted), flat.samples, flat.shapes, manifest.max_rows)
     save_program(program, folder)
     applied = tuple(
         name for name, level in levels.items() if find(name).before_export or name in calibrated or level in DTYPES
@@ -241,12 +241,14 @@ def _store(
     return msgspec.structs.replace(manifest, recipe=levels, applied=applied, four_bits=four_bits)
 
 
-class _Again(torch.nn.Module):
-    """A converted graph, whose inputs have names of their own, with the inputs of `Flat`."""
+class Positional(torch.nn.Module):
+    """An exported program, whose inputs have names of their own, as a module that is given tensors in their order, and
+    whose mode nobody changes."""
 
-    def __init__(self, graph: torch.nn.Module) -> None:
+    def __init__(self, program: torch.nn.Module) -> None:
         super().__init__()
-        self.inner = graph  # not `graph`: a loaded module has one of its own
+        program.train = lambda mode=True: program  # type: ignore[method-assign] # exported programs raise here
+        self.inner = program  # not `graph`: a loaded module has one of its own
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         return self.inner(*tensors)

@@ -29,11 +29,8 @@ def ray(
 ) -> None:
     """Write a Ray Serve application: the same runner and batcher in each replica, for many machines.
 
-    [bold]Examples[/]
-
-      fettle serve export ray digits-1 --output digits-ray
-
-      digits-ray/start.sh
+    fettle serve export ray digits-1 --output digits-ray
+    digits-ray/start.sh
     """
     from fettle.compat.ray_files import write_ray
     from fettle.package.manifest import open_package

@@ -39,11 +39,8 @@ def command(
     Without --trust or --target nothing in the archive is run, and its SHA-256 is printed. Pickles with anything but
     weights are refused in any case.
 
-    [bold]Examples[/]
-
-      fettle serve import-mar densenet.mar --trust 5c1a... --labels imagenet.json
-
-      fettle serve import-mar bert.mar --target bert.py --handler text --tokenizer bert/tokenizer.json
+    fettle serve import-mar densenet.mar --trust 5c1a... --labels imagenet.json
+    fettle serve import-mar bert.mar --target bert.py --handler text --tokenizer bert/tokenizer.json
     """
     from fettle.compat.mar import import_mar, read_mar
     from fettle.package.settings import ServeSettings

@@ -90,21 +90,13 @@ def command(
     In a closed loop (-c) each client waits for its answer before it asks again: good for the greatest throughput, but
     it hides waiting.
 
-    [bold]Examples[/]
-
-      fettle serve load http://127.0.0.1:8080 --rate 80 --p99 100ms
-
-      fettle serve load http://127.0.0.1:8080/v2/models/bert -c 1 -c 8 -c 32 --duration 5s
-
-      fettle serve load http://127.0.0.1:8080/predictions/bert --body request.json --rate 50
-
-      fettle serve load http://127.0.0.1:8080/v1 --rate 2 --ttft 500ms --itl 50ms --output-tokens lognormal:120:0.8
-
-      fettle serve load http://127.0.0.1:8080/v1 -c 1 -c 8 -c 32 --ttft 500ms --itl 50ms -o report.html
-
-      fettle serve load http://127.0.0.1:8080 --rate 80 --baseline last-week.json
-
-      fettle serve load https://127.0.0.1:8443 -c 8 --ca-file certificate.pem
+    fettle serve load http://127.0.0.1:8080 --rate 80 --p99 100ms
+    fettle serve load http://127.0.0.1:8080/v2/models/bert -c 1 -c 8 -c 32 --duration 5s
+    fettle serve load http://127.0.0.1:8080/predictions/bert --body request.json --rate 50
+    fettle serve load http://127.0.0.1:8080/v1 --rate 2 --ttft 500ms --itl 50ms --output-tokens lognormal:120:0.8
+    fettle serve load http://127.0.0.1:8080/v1 -c 1 -c 8 -c 32 --ttft 500ms --itl 50ms -o report.html
+    fettle serve load http://127.0.0.1:8080 --rate 80 --baseline last-week.json
+    fettle serve load https://127.0.0.1:8443 -c 8 --ca-file certificate.pem
     """
     with needing("serve"):
         from fettle.load.client import trusting

@@ -54,15 +54,10 @@ def command(
 ) -> None:
     """Write a model package: the exported model, its weights, the recipe, how it was judged, and how to serve it.
 
-    [bold]Examples[/]
-
-      fettle serve package workloads/digits.py --recipe fettle-out/recipe.toml
-
-      fettle serve package model.py:bert --recipe recipe.toml --name bert --version 2 -o store/bert-2.zip
-
-      fettle serve package resnet.py --handler image --labels imagenet.txt
-
-      fettle serve package workloads/minilm.py --handler text --tokenizer minilm/tokenizer.json
+    fettle serve package workloads/digits.py --recipe fettle-out/recipe.toml
+    fettle serve package model.py:bert --recipe recipe.toml --name bert --version 2 -o store/bert-2.zip
+    fettle serve package resnet.py --handler image --labels imagenet.txt
+    fettle serve package workloads/minilm.py --handler text --tokenizer minilm/tokenizer.json
     """
     from fettle.package.export import check_free, write_package
     from fettle.package.handlers.generate import read_chat

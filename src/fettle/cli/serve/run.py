@@ -78,19 +78,12 @@ def command(
 
     Images, texts and prompts are answered where fettle serve package was given a --handler. What is served: /docs.
 
-    [bold]Examples[/]
-
-      fettle serve digits-1
-
-      fettle serve store/bert-2.zip --workers 2 --threads 1 --port 9000
-
-      fettle serve model.py --recipe recipe.toml --p99 100ms --rate 80
-
-      fettle serve smollm-1 --max-rows 32 --cache-memory 2GiB
-
-      fettle serve digits-1 --host 0.0.0.0 --token-file token --certificate server.pem --key server-key.pem
-
-      fettle serve --store models --management-port 8081 --state served.json
+    fettle serve digits-1
+    fettle serve store/bert-2.zip --workers 2 --threads 1 --port 9000
+    fettle serve model.py --recipe recipe.toml --p99 100ms --rate 80
+    fettle serve smollm-1 --max-rows 32 --cache-memory 2GiB
+    fettle serve digits-1 --host 0.0.0.0 --token-file token --certificate server.pem --key server-key.pem
+    fettle serve --store models --management-port 8081 --state served.json
     """
     _quiet.restore_output()
     if rate and p99 is None:

@@ -107,17 +107,11 @@ def command(
     cache, and how much of a prompt is computed between two tokens of the others. Of several packages (the model with
     one recipe or another) the best one's serve.toml is written.
 
-    [bold]Examples[/]
-
-      fettle serve slo digits-1 --p99 20ms
-
-      fettle serve slo bert-1 --p99 100ms --rate 80 --headroom 20% --price-per-hour 0.40
-
-      fettle serve slo model.py --p99 100ms --storage fettle-out/study.db
-
-      fettle serve slo model.py --p99 100ms --recipe baseline --recipe "precision=bf16"
-
-      fettle serve slo smollm-1 --ttft 500ms --itl 50ms --prompt-tokens lognormal:128:0.8 --output-tokens 64
+    fettle serve slo digits-1 --p99 20ms
+    fettle serve slo bert-1 --p99 100ms --rate 80 --headroom 20% --price-per-hour 0.40
+    fettle serve slo model.py --p99 100ms --storage fettle-out/study.db
+    fettle serve slo model.py --p99 100ms --recipe baseline --recipe "precision=bf16"
+    fettle serve slo smollm-1 --ttft 500ms --itl 50ms --prompt-tokens lognormal:128:0.8 --output-tokens 64
     """
     with needing("serve"):
         import fettle.serve.server  # noqa: F401 (each server that is tried is a process of its own)

@@ -18,11 +18,8 @@ from fettle.trace.model import Trace
 def kernels(traces: list[Trace]) -> Answer:
     """Kernels by type and name, per rank and across ranks.
 
-    [bold]Examples[/]
-
-      fettle trace kernels trace.json.gz --rows 10
-
-      fettle trace kernels ranks/
+    fettle trace kernels trace.json.gz --rows 10
+    fettle trace kernels ranks/
     """
     table = joined(traces, T.kernel_table)
     frames = {"classes": joined(traces, T.kernel_classes), "kernels": table}
@@ -35,9 +32,7 @@ def kernels(traces: list[Trace]) -> Answer:
 def occupancy(traces: list[Trace]) -> Answer:
     """How far kernels fill the device: estimated SM efficiency and occupancy, and which kernels leave most unused.
 
-    [bold]Example[/]
-
-      fettle trace occupancy trace.json.gz
+    fettle trace occupancy trace.json.gz
     """
     table = joined(traces, T.kernels_by_sm)
     if not table.height:
@@ -58,11 +53,8 @@ def flops(
 ) -> Answer:
     """FLOPs of matrix products, convolutions and attention: by operator, by distinct shapes, against the roofline.
 
-    [bold]Examples[/]
-
-      fettle trace flops trace.json.gz --output roofline.html
-
-      fettle trace flops trace.json.gz --peak 989 --bandwidth 3350
+    fettle trace flops trace.json.gz --output roofline.html
+    fettle trace flops trace.json.gz --peak 989 --bandwidth 3350
     """
     if (peak is None) != (bandwidth is None):
         raise UsageError("--peak and --bandwidth make a roofline together")
@@ -79,9 +71,7 @@ def flops(
 def launches(traces: list[Trace]) -> Answer:
     """Launch calls and delays: every launch of every runtime, graphs too.
 
-    [bold]Example[/]
-
-      fettle trace launches trace.json.gz
+    fettle trace launches trace.json.gz
     """
     frame = joined(traces, T.launch_stats)
     return Answer(
@@ -96,11 +86,8 @@ def launches(traces: list[Trace]) -> Answer:
 def comm(traces: list[Trace]) -> Answer:
     """Communication: overlap, collectives with bandwidths, arrival skew, stragglers and clocks.
 
-    [bold]Examples[/]
-
-      fettle trace comm ranks/
-
-      fettle trace comm ranks/ --output collectives.html
+    fettle trace comm ranks/
+    fettle trace comm ranks/ --output collectives.html
     """
     collectives = joined(traces, T.collective_table)
     frames = {"overlap": joined(traces, T.overlap), "collectives": collectives}
@@ -123,9 +110,7 @@ def comm(traces: list[Trace]) -> Answer:
 def queue(traces: list[Trace]) -> Answer:
     """Queue length of each stream over time, and time on a full queue.
 
-    [bold]Example[/]
-
-      fettle trace queue trace.json.gz --output queue.html
+    fettle trace queue trace.json.gz --output queue.html
     """
     name = pl.format("device {} stream {}", "device", "stream")
     return Answer(
@@ -141,9 +126,7 @@ def queue(traces: list[Trace]) -> Answer:
 def bandwidth(traces: list[Trace]) -> Answer:
     """Bandwidth of copies and memory sets.
 
-    [bold]Example[/]
-
-      fettle trace bandwidth trace.json.gz
+    fettle trace bandwidth trace.json.gz
     """
     return Answer(
         {"bandwidth": joined(traces, T.bandwidth_summary)},

@@ -34,9 +34,7 @@ def hta(traces: list[Trace]) -> Answer:
     """The numbers of Holistic Trace Analysis, under its definitions and rounding (see the docs for where they
     mislead); the chart is of its idle time of each stream and its launch histograms.
 
-    [bold]Example[/]
-
-      fettle trace hta trace.json.gz --json
+    fettle trace hta trace.json.gz --json
     """
     frames = {
         name: joined(traces, getattr(h, name))
@@ -69,9 +67,7 @@ def sql(
     """Ask your own: SQL over events, steps, account, idle, kernels, launches, work, operators, collectives, queue,
     memory.
 
-    [bold]Example[/]
-
-      fettle trace sql trace.json.gz "select name, sum(dur_ns) as ns from events group by name order by ns desc"
+    fettle trace sql trace.json.gz "select name, sum(dur_ns) as ns from events group by name order by ns desc"
     """
     return Answer({"result": T.query(traces, text)}, as_it_is=True)
 
@@ -86,9 +82,7 @@ def augment(
 ) -> None:
     """Write the trace again with queue, copy and critical-path tracks, for Perfetto.
 
-    [bold]Example[/]
-
-      fettle trace augment trace.json.gz --output for-perfetto.json
+    fettle trace augment trace.json.gz --output for-perfetto.json
     """
     output = target or output
     check_writable(output)
@@ -109,11 +103,8 @@ def report(
 ) -> None:
     """One self-contained HTML page: account, idle causes, kernels, overlap, ranks, critical path, a step's timeline.
 
-    [bold]Examples[/]
-
-      fettle trace report trace.json.gz -o report.html
-
-      fettle trace report after.json.gz --before before.json.gz
+    fettle trace report trace.json.gz -o report.html
+    fettle trace report after.json.gz --before before.json.gz
     """
     _options.check_file(output, ".html")
     earlier = open_one(before, fresh, own_end) if before is not None else None
@@ -139,9 +130,7 @@ def record(
 ) -> None:
     """Run a function step by step under the profiler and keep the trace. What the function prints is not shown.
 
-    [bold]Example[/]
-
-      fettle trace record train.py:step -o trace.json.gz --active 5 --stacks
+    fettle trace record train.py:step -o trace.json.gz --active 5 --stacks
     """
     from fettle.workload import find_target
 

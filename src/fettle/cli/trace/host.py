@@ -19,9 +19,7 @@ from fettle.units import count_text
 def operators(traces: list[Trace]) -> Answer:
     """Operators by name and shapes; and kernels by module and source line.
 
-    [bold]Example[/]
-
-      fettle trace operators trace.json.gz --rows 10
+    fettle trace operators trace.json.gz --rows 10
     """
     table, work = joined(traces, T.operator_table), joined(traces, T.attribute_kernels)
     frames = {"operators": table}
@@ -42,11 +40,8 @@ def tree(
 ) -> Answer:
     """Calls merged by path, with host and device time.
 
-    [bold]Examples[/]
-
-      fettle trace tree trace.json.gz --depth 6
-
-      fettle trace tree trace.json.gz --python --output flame.html
+    fettle trace tree trace.json.gz --depth 6
+    fettle trace tree trace.json.gz --python --output flame.html
     """
     flame = (traces[0], bool(traces[0].device_keys), depth, python)
     return Answer(
@@ -65,11 +60,8 @@ def sequences(
 ) -> Answer:
     """Frequent kernel sequences under an operator, or under any.
 
-    [bold]Examples[/]
-
-      fettle trace sequences trace.json.gz
-
-      fettle trace sequences trace.json.gz aten::linear --min-kernels 1
+    fettle trace sequences trace.json.gz
+    fettle trace sequences trace.json.gz aten::linear --min-kernels 1
     """
     table = joined(traces, lambda t: T.kernel_sequences(t, operator, min_kernels=min_kernels, top=rows))
     named = table.with_columns(sequence=pl.format("{} x {}: {}", "count", "operator", "kernels"))
@@ -82,9 +74,7 @@ def sequences(
 def annotations(traces: list[Trace]) -> Answer:
     """User annotations with the host time inside them and the device time of all that they launched, backward too.
 
-    [bold]Example[/]
-
-      fettle trace annotations trace.json.gz
+    fettle trace annotations trace.json.gz
     """
     table = joined(traces, T.annotation_table)
     cost = "device_inclusive_ns" if any(t.device_keys for t in traces) else "host_inclusive_ns"
@@ -95,9 +85,7 @@ def annotations(traces: list[Trace]) -> Answer:
 def counters(traces: list[Trace]) -> Answer:
     """Hardware counters (CUPTI) by operator.
 
-    [bold]Example[/]
-
-      fettle trace counters trace.json.gz --output counters.html
+    fettle trace counters trace.json.gz --output counters.html
     """
     frames = [f for t in traces if (f := T.counters_by_operator(t)) is not None]
     if not frames:
@@ -111,9 +99,7 @@ def counters(traces: list[Trace]) -> Answer:
 def host(traces: list[Trace]) -> Answer:
     """The CPU's side: threads, operator overhead, small operators, conversions, data loading.
 
-    [bold]Example[/]
-
-      fettle trace host trace.json.gz
+    fettle trace host trace.json.gz
     """
     summary = joined(traces, T.host_summary)
     frames = {
@@ -132,9 +118,7 @@ def host(traces: list[Trace]) -> Answer:
 def memory(traces: list[Trace]) -> Answer:
     """Memory over time: who held what at the peak.
 
-    [bold]Example[/]
-
-      fettle trace memory trace.json.gz
+    fettle trace memory trace.json.gz
     """
     timeline = joined(traces, T.memory_timeline)
     if not timeline.height:

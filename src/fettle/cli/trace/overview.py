@@ -37,11 +37,8 @@ from fettle.units import count_text
 def health(source: Source, as_json: Json = False, fresh: Fresh = False) -> None:
     """Can the trace be trusted? What was skipped, repaired or missing.
 
-    [bold]Examples[/]
-
-      fettle trace health trace.json.gz
-
-      fettle trace health ranks/ --json
+    fettle trace health trace.json.gz
+    fettle trace health ranks/ --json
     """
     healths = [T.trace_health(t, replayed=True) for t in read_traces(source, fresh)]
     _show.answer(as_json, lambda: [one.as_dict() for one in healths], lambda _: _show_healths(healths))
@@ -64,9 +61,7 @@ def _show_healths(healths: Sequence[Health]) -> None:
 def check(traces: list[Trace], rows: Rows = 1000) -> Answer:
     """Do the answers agree with each other? What must add up, as a table; exit code 1 where it does not.
 
-    [bold]Example[/]
-
-      fettle trace check trace.json.gz
+    fettle trace check trace.json.gz
     """
     frame = joined(traces, T.identities)
     return Answer({"identities": frame}, failed=not frame["holds"].all())
@@ -76,9 +71,7 @@ def check(traces: list[Trace], rows: Rows = 1000) -> Answer:
 def steps(traces: list[Trace], as_json: Json = False, own_end: OwnEnd = False) -> Answer:
     """The steps: medians, outliers, drift.
 
-    [bold]Example[/]
-
-      fettle trace steps trace.json.gz --output steps.html
+    fettle trace steps trace.json.gz --output steps.html
     """
     frame = joined(traces, T.steps)
     summaries = {f"rank {t.rank}": T.step_summary(T.steps(t)) for t in traces}
@@ -116,11 +109,8 @@ def account(
 ) -> Answer:
     """Where did the time go? Every nanosecond of each step, booked once.
 
-    [bold]Examples[/]
-
-      fettle trace account trace.json.gz --output account.html
-
-      fettle trace account trace.json.gz --annotation generate
+    fettle trace account trace.json.gz --output account.html
+    fettle trace account trace.json.gz --annotation generate
     """
     frame = joined(traces, lambda t: T.time_account(t, annotation))
     total = T.account_total(frame)
@@ -138,11 +128,8 @@ def idle(
 ) -> Answer:
     """Why was the device idle in the steps? Each gap cut into the pieces that different causes held.
 
-    [bold]Examples[/]
-
-      fettle trace idle trace.json.gz --step 3
-
-      fettle trace idle ranks/ --output idle.png
+    fettle trace idle trace.json.gz --step 3
+    fettle trace idle ranks/ --output idle.png
     """
     frames = [T.idle_summary(t, d, step) for t in traces for d in t.device_keys]
     if not frames:

@@ -45,11 +45,8 @@ def critical(
 ) -> Answer:
     """The critical path: what held the step up, over all of its wall clock.
 
-    [bold]Examples[/]
-
-      fettle trace critical trace.json.gz --step 3
-
-      fettle trace critical ranks/ --overlay for-perfetto.json
+    fettle trace critical trace.json.gz --step 3
+    fettle trace critical ranks/ --overlay for-perfetto.json
     """
     frames: dict[str, pl.DataFrame] = {}
     pieces: dict[str, pl.DataFrame] = {}
@@ -92,11 +89,8 @@ def whatif(
 ) -> Answer:
     """How long would the step be without syncs, with perfect overlap, with one graph launch, with faster kernels?
 
-    [bold]Examples[/]
-
-      fettle trace whatif trace.json.gz
-
-      fettle trace whatif trace.json.gz --kernels gemm --factor 0.5 --output whatif.html
+    fettle trace whatif trace.json.gz
+    fettle trace whatif trace.json.gz --kernels gemm --factor 0.5 --output whatif.html
     """
     if factor is not None and kernels is None:
         raise UsageError("--factor goes with --kernels: name them, for example --kernels gemm")
@@ -138,9 +132,7 @@ def compare(
 ) -> None:
     """Why is one trace slower than another? The change of the step time, booked to causes.
 
-    [bold]Example[/]
-
-      fettle trace compare before.json.gz after.json.gz --skip 1
+    fettle trace compare before.json.gz after.json.gz --skip 1
     """
     _options.check_file(chart, *CHARTS)
     first, second = (open_one(path, fresh, asked="compare") for path in (before, after))
