@@ -382,6 +382,7 @@ def test_a_row_that_raises_at_once_is_counted_and_is_no_bad_usage() -> None:
 @pytest.mark.parametrize(
     ("factory", "words"),
     [("number", "returned an int"), ("raising", "raised KeyError"), ("empty", "gives no batch"),
+     ("leaving", "leaving raised SystemExit: 3"),
      ("nothing", "has no factory named 'nothing'")],
 )  # fmt: skip
 def test_what_is_wrong_with_a_target_is_one_line(factory: str, words: str) -> None:

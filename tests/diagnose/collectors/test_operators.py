@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 
 from fettle.diagnose import RULES, Evidence
 from fettle.diagnose.collect import collect
@@ -110,6 +111,40 @@ def test_python_between_operators_is_not_their_host_work() -> None:
     assert RULES["host-bound"](pinned) is None
     assert RULES["host-bound"](replace(pinned, pauses={})) is not None
     assert replace(pinned, slept_s=0.008).other_work_s == 0
+
+
+def branches(x: torch.Tensor) -> torch.Tensor:
+    return torch.cond(x.sum() > 0, lambda x: x @ x, lambda x: x + 1, (x,))
+
+
+def test_an_operator_that_runs_others_is_one_row_that_takes_their_time() -> None:
+    (row,) = [row for row in operations(Workload(branches, [torch.ones(4, 4)]), "cpu", calls=1) if "cond" in row.name]
+    assert (row.name, row.group, row.calls) == ("aten.cond", "other", 1)
+    q = torch.randn(1, 2, 128, 16)
+    rows = operations(Workload(lambda q: flex_attention(q, q, q), [q]), "cpu", calls=1)
+    (row,) = [row for row in rows if "flex_attention" in row.name]
+    assert row.group == "matrix"
+    assert row.flops == 2 * 2 * 2 * 128 * 128 * 16  # two products for each of two heads
+
+
+def test_what_one_call_in_three_runs_is_no_part_of_a_call() -> None:
+    calls = []
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x)
+        return x.exp() if len(calls) == 1 else x + 1 if len(calls) == 2 else x
+
+    assert operations(Workload(model, [torch.ones(4)]), "cpu", calls=3) == []
+
+
+def test_a_call_that_fails_leaves_no_hook_behind() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no")
+
+    net = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match="no"):
+        watched(Workload(net, [torch.ones(4)], call=lambda net, x: model(net(x))), "cpu")
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in net.modules())
 
 
 def test_the_older_weight_norm_is_removed_in_its_own_way() -> None:

@@ -57,14 +57,16 @@ def watched(workload: Workload, device: str, calls: int = 3) -> tuple[Watch, flo
     """The watch after `calls` calls, and the median seconds of a watched call."""
     watch = Watch(workload.model, device)
     totals: list[float] = []
-    for _ in range(calls):
-        watch.begin()
-        began = time.perf_counter()
-        with watch:
-            workload.run(workload.model, again(workload.inputs[0]))
-        watch.paused("the end of the call", time.perf_counter())
-        totals.append(time.perf_counter() - began)
-    watch.close()
+    try:
+        for _ in range(calls):
+            watch.begin()
+            began = time.perf_counter()
+            with watch:
+                workload.run(workload.model, again(workload.inputs[0]))
+            watch.paused("the end of the call", time.perf_counter())
+            totals.append(time.perf_counter() - began)
+    finally:
+        watch.close()
     return watch, statistics.median(totals)
 
 
@@ -85,10 +87,13 @@ class _Row:
     growth: float = 0.0
 
     def add(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        name = func.overloadpacket.__name__
+        packet = _packet(func)
+        name = packet.__name__
         inputs, outputs = _tensors((args, kwargs)), _tensors(out)
+        counter = flop_registry.get(packet)
         self.group = group_of(name, inputs, outputs)
-        counter = flop_registry.get(func.overloadpacket)
+        if packet is func:  # what one of a higher order runs inside is not seen
+            self.group = OTHER if counter is None else MATRIX
         if counter is not None:
             if name in _WEIGHED and len(inputs) > 1:
                 self.weights.add(inputs[_WEIGHED[name]].data_ptr())
@@ -108,6 +113,8 @@ class _Row:
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Times operators; module paths come from hooks on the modules."""
+
+    supports_higher_order_operators = True  # torch's modes refuse `torch.cond` and `flex_attention` otherwise
 
     def __init__(self, model: Any, device: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -166,6 +173,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def close(self) -> None:
         for handle in self.handles:
             handle.remove()
+        for row in self.by_place.values():  # what later calls have not run again
+            row.rounds += [[0.0, 0.0]] * (self.call + 1 - len(row.rounds))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -179,7 +188,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         module, kind = self.modules[-1]
         line, function = _user_place()
         self.paused(line, began)
-        key = (func.overloadpacket.__name__, module, line, function, _dtype(_tensors(out), _tensors((args, kwargs))))
+        key = (_packet(func).__name__, module, line, function, _dtype(_tensors(out), _tensors((args, kwargs))))
         row = self.by_place.setdefault(key, _Row(kind))
         while len(row.rounds) <= self.call:
             row.rounds.append([0.0, 0])
@@ -219,7 +228,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 growth=row.growth,
             )
             for (name, module, line, function, dtype), row in self.by_place.items()
-            if row.group  # it ran in the first call; else control flow took another way
+            # It ran in the first call, where control flow did not take another way, and in half of them.
+            if row.group and statistics.median(count for _, count in row.rounds)
         ]
         return sorted(rows, key=lambda row: -row.seconds)
 
@@ -335,6 +345,11 @@ def _digest(module: torch.nn.Module, inputs: Any) -> bytes | None:
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _packet(func: Any) -> Any:
+    """An operator in all its forms; one of a higher order, such as `torch.cond`, has one."""
+    return getattr(func, "overloadpacket", func)
 
 
 def _dtype(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> str:

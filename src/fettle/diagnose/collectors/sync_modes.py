@@ -125,7 +125,7 @@ class SyncWatch:
         """Whether the program means the device by this."""
         if not isinstance(device, (str, torch.device)):
             return False
-        return torch.device(device).type == "cuda" if self.real else str(device) == str(DEVICE)
+        return torch.device(device).type != "cpu" if self.real else str(device) == str(DEVICE)
 
     def any_of(self, *trees: Any) -> bool:
         """Whether any tensor in the trees does."""
@@ -167,7 +167,7 @@ class Functions(TorchFunctionMode):
                 with _quiet(watch):
                     return func(*args, **kwargs)
             return args[0]
-        if name in ("torch.nn.functional.one_hot", "torch._C._nn.one_hot") and watch.holds(args[0]):
+        if name in ("torch.nn.functional.one_hot", "torch._C._nn.one_hot") and watch.any_of(args, kwargs):
             return self._one_hot(func, name, args, kwargs)
         if name in _CPU_ONLY_CHECKS:
             with _quiet(watch):
@@ -178,7 +178,7 @@ class Functions(TorchFunctionMode):
             if name in ("torch.tensor", "torch.as_tensor", "torch.asarray", "torch.Tensor.new_tensor"):
                 self._uploaded(name, args[-1] if args and watch.real else result, False)
             watch.mark(result)
-        elif name in _CPU_ONLY_CHECKS and watch.any_of(args):
+        elif name in _CPU_ONLY_CHECKS and watch.any_of(args, kwargs):
             watch.mark(result)
         return result
 
@@ -240,6 +240,8 @@ class Functions(TorchFunctionMode):
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees the operators beneath, also those of the backward pass."""
 
+    supports_higher_order_operators = True  # torch's modes refuse `torch.cond` and `flex_attention` otherwise
+
     def __init__(self, watch: SyncWatch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.watch = watch
@@ -248,20 +250,21 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs, watch = kwargs or {}, self.watch
         if watch.quiet:
             return func(*args, **kwargs)
-        device = watch.any_of(args, kwargs)
+        device, packet = watch.any_of(args, kwargs), str(getattr(func, "overloadpacket", func))
         if device:
-            overload, packet = str(func), str(func.overloadpacket)
-            sync = _OPERATORS.get(overload) or _OPERATORS.get(packet) or self._special(packet, args, kwargs)
+            sync = _OPERATORS.get(str(func)) or _OPERATORS.get(packet) or self._special(packet, args, kwargs)
             if sync is not None and not (packet == "aten.repeat_interleave" and kwargs.get("output_size") is not None):
                 watch.saw(packet, *sync)
         result = func(*args, **kwargs)
-        if device and str(func.overloadpacket) != "aten.copy_":
+        if device and packet != "aten.copy_":
             watch.mark(result)
         return result
 
     def _special(self, packet: str, args: Any, kwargs: Any) -> tuple[SyncKind, str] | None:
         """Operators that wait only for some arguments."""
         watch = self.watch
+        if packet == "while_loop" or (packet == "cond" and watch.holds(args[0])):
+            return ("read", _READ)
         if packet in ("aten.index", "aten.index_put", "aten.index_put_", "aten._index_put_impl_"):
             indices = [index for index in args[1] if isinstance(index, torch.Tensor)]
             masks = [index for index in indices if index.dtype in (torch.bool, torch.uint8)]
@@ -286,9 +289,9 @@ def _quiet(watch: SyncWatch) -> contextlib.AbstractContextManager[None]:
 
 
 def lies_on_gpu(tensor: torch.Tensor) -> bool:
-    """Of a tensor on a machine with a device."""
+    """Of a tensor on a machine with a device: NVIDIA's, AMD's, or another."""
     with torch._C.DisableTorchFunction():
-        return tensor.is_cuda
+        return not tensor.is_cpu
 
 
 def _storage(value: Any) -> Any:
