@@ -10,12 +10,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from fettle.errors import UsageError
-from fettle.inputs import Setting, measure_and_search, race
+from fettle.inputs import Setting, measure_and_search, race, search
 from fettle.inputs._messages import Faults, TakeSlice
 from fettle.inputs.race import Race
 from fettle.inputs.setting import Room, Slice, room
@@ -251,6 +252,21 @@ def test_a_file_that_is_none_of_ours_is_left_as_it_is(tmp_path: Path, text: str,
         with pytest.raises(UsageError, match=words):
             Journal(path, "fettle data")
     assert path.read_text() == text
+
+
+def test_a_search_on_another_machine_measures_anew(monkeypatch) -> None:
+    made_for = []
+
+    def journal(keep: object, writer: str, what: dict) -> None:
+        made_for.append(what)
+        raise UsageError("no further")
+
+    monkeypatch.setattr(search, "Journal", journal)
+    for name in ("one", "other"):
+        monkeypatch.setattr(search, "this_machine", lambda name=name: SimpleNamespace(id=name))
+        with pytest.raises(UsageError, match="no further"):
+            measure_and_search(f"{LOADERS}:quick")
+    assert made_for[0] != made_for[1]
 
 
 def test_the_journal(tmp_path: Path) -> None:

@@ -31,7 +31,9 @@ def is_compiled(model: Any) -> bool:
     """Whether it is what `torch.compile` returned, or it or a module in it is compiled: so, in place, or its `forward`."""
     if isinstance(model, torch.nn.Module):
         return any(
-            isinstance(part, torch._dynamo.OptimizedModule) or part._compiled_call_impl or _is_compiled(part.forward)
+            isinstance(part, torch._dynamo.OptimizedModule)
+            or part._compiled_call_impl is not None
+            or _is_compiled(getattr(part, "forward", None))
             for part in model.modules()
         )
     return _is_compiled(model)
