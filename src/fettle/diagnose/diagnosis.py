@@ -232,5 +232,6 @@ def _budget(evidence: Evidence) -> dict[str, float]:
     inside = {words: evidence.seconds(group) for group, words in GROUPS.items()}
     total = max(sum(inside.values()), evidence.wall_s)
     budget = {name: spent / total for name, spent in sorted(inside.items(), key=lambda item: -item[1])}
-    budget["outside operators: Python, autograd, dispatch, waiting"] = max(0.0, 1 - sum(budget.values()))
+    compiled = "compiled code, and " if evidence.compiled else ""
+    budget[f"{compiled}outside operators: Python, autograd, dispatch, waiting"] = max(0.0, 1 - sum(budget.values()))
     return {name: share for name, share in budget.items() if share > 5e-4}

@@ -28,7 +28,7 @@ from fettle.diagnose.compile_health import CacheHealth, CompileHealth, GraphBrea
 
 
 def is_compiled(model: Any) -> bool:
-    """Whether it is what `torch.compile` returned, or it or a module in it is compiled: so, in place, or its `forward`."""
+    """Whether it is what `torch.compile` returned, or it or a module in it is compiled so, in place or by `forward`."""
     if isinstance(model, torch.nn.Module):
         return any(
             isinstance(part, torch._dynamo.OptimizedModule)

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from fettle.diagnose.collectors.mode import OperatorMode
 from fettle.diagnose.collectors.training import as_workload, device_type
 from fettle.diagnose.collectors.variants import timed
 from fettle.errors import UsageError
@@ -110,15 +110,13 @@ def _operators(call: Callable[[], Any]) -> int:
     """Operators below the dispatcher in one call."""
     events = 0
 
-    class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        supports_higher_order_operators = True
-
+    class Count(OperatorMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             nonlocal events
             events += 1
             return func(*args, **(kwargs or {}))
 
-    with Count():  # type: ignore[no-untyped-call]
+    with Count():
         call()
     return events
 

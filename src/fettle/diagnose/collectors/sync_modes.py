@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, resolve_name
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from fettle.diagnose.collectors.mode import OperatorMode
 from fettle.diagnose.evidence import Sync, SyncKind
 from fettle.patches import replaced
 
@@ -237,13 +237,11 @@ class Functions(TorchFunctionMode):
         return result
 
 
-class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Operators(OperatorMode):
     """Sees the operators beneath, also those of the backward pass."""
 
-    supports_higher_order_operators = True  # torch's modes refuse `torch.cond` and `flex_attention` otherwise
-
     def __init__(self, watch: SyncWatch) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.watch = watch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
