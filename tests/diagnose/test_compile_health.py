@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fettle.diagnose import compile_health, watch_compile
+from fettle.diagnose.collectors.compile_watch import is_compiled
 from fettle.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("forks")
@@ -139,3 +140,45 @@ def test_a_factory_that_fails_is_a_usage_error(tmp_path: Path) -> None:
     target.write_text("def workload():\n    return 3\n")
     with pytest.raises(UsageError, match="returned an int"):
         compile_health(f"{target}:workload", backend="eager")
+
+
+class Part(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+
+class Disabled(Part):
+    forward = torch.compiler.disable(Part.forward)
+
+
+def test_a_model_is_compiled_in_place_in_a_part_or_by_its_forward_too() -> None:
+    given, in_place, by_forward = Part(), Part(), Part()
+    in_place.compile(backend="eager")
+    by_forward.forward = torch.compile(by_forward.forward, backend="eager")
+    assert not is_compiled(given)
+    assert not is_compiled(Disabled())
+    assert is_compiled(torch.compile(given, backend="eager"))
+    assert is_compiled(in_place)
+    assert is_compiled(by_forward)
+    assert is_compiled(torch.nn.Sequential(given, torch.compile(Part(), backend="eager")))
+    assert is_compiled(torch.compile(clean, backend="eager"))
+    assert not is_compiled(clean)
+
+
+def test_of_a_pipeline_each_part_is_compiled(tmp_path: Path) -> None:
+    target = tmp_path / "work.py"
+    target.write_text(
+        "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        print('hello')\n"
+        "        return x * 2\n"
+        "def workload():\n"
+        "    model = torch.nn.ModuleDict({'one': Net(), 'two': torch.nn.Linear(3, 3)})\n"
+        "    call = lambda model, x: model['two'](model['one'](x))\n"
+        "    return {'model': model, 'inputs': [torch.ones(2, 3)], 'call': call, 'parts': ['one', 'two']}\n"
+    )
+    health = compile_health(f"{target}:workload", backend="eager", rounds=1)
+    assert health.errors == ()
+    assert {(one.file, one.line) for one in health.breaks} == {(str(target), 4)}
+    assert health.graphs >= 2

@@ -16,6 +16,7 @@ from fettle.cli import main
 from fettle.diagnose import Diagnosis, Finding, diagnose, diagnosis_json
 from fettle.diagnose.collect import _settings, collect
 from fettle.diagnose.collectors.memory import kept_alive, padding, weights
+from fettle.diagnose.collectors.training import device_type
 from fettle.diagnose.collectors.variants import variants, without_anomaly_checks
 from fettle.diagnose.evidence import Evidence, Operation
 from fettle.diagnose.finding import Verified
@@ -191,6 +192,21 @@ def test_bad_input_is_one_line(name: str, words: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["--no-compile"], "--no-compile goes with a workload"), (["--seconds", "6s"], "--seconds goes with a workload"),
+     (["--budget", "3m"], "--budget is the time for racing fixes"), (["--mode", "auto"], "--mode goes with")],
+)  # fmt: skip
+def test_an_option_that_would_be_passed_over_is_refused(
+    arguments: list[str], words: str, tmp_path: Path, run_fettle: Run
+) -> None:
+    trace = tmp_path / "trace.json"
+    trace.write_text("{}")
+    done = run_fettle("diagnose", trace, *arguments)
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert words in done.err
+
+
 def test_a_message_keeps_its_brackets(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["fettle", "diagnose", "[batch].json"])
     with pytest.raises(SystemExit) as left:
@@ -242,7 +258,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
         """,
     )
     with pytest.raises(UsageError, match=r"case\.py: what is recorded cannot be kept there"):
-        diagnose(target, seconds=0.1, compile_check=False, beside=tmp_path / "case.py" / "x.html")
+        diagnose(target, seconds=0.1, compile_check=False, beside=str(tmp_path / "case.py" / "x.html"))
     found = diagnose(
         target, seconds=0.1, compile_check=False, record=False
     )  # a call of a microsecond that computes nothing
@@ -289,6 +305,18 @@ def test_a_live_model_is_handed_over_as_to_tune() -> None:
         fettle.diagnose(model)
     with pytest.raises(UsageError, match="on_progress is a function of one text, not 3"):
         fettle.diagnose(model, batch, on_progress=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_program_that_moves_its_batches_itself_and_a_training_loop_are_looked_at_on_their_gpu() -> None:
+    net = torch.nn.Linear(8, 8).cuda()
+    assert collect(Workload(lambda x: net(x.cuda()), [torch.ones(4, 8)]), 0.0).facts.device == "cuda"
+    data = [torch.ones(4, 8).cuda()]
+    steps = TrainingWorkload(net, lambda p: torch.optim.SGD(p, lr=0.1), lambda model, x: model(x).sum(), data)
+    facts = collect(steps, 0.0).facts
+    assert facts.device == "cuda"
+    assert facts.cuda_capability > (0, 0)
 
 
 def test_of_a_training_loop_a_step_is_diagnosed(tmp_path: Path) -> None:
@@ -404,6 +432,24 @@ def test_what_disturbs_the_compile_check_alone_is_told(tmp_path: Path, monkeypat
     assert found.evidence is not None
     assert found.evidence.load.others == 0.5
     assert found.verdict.startswith("On a busy machine (")
+
+
+def test_compiling_of_which_nothing_came_is_not_known(tmp_path: Path) -> None:
+    """A call of a method of the model's own: no code that was compiled ran."""
+    target = write(
+        tmp_path,
+        """
+        class Net(nn.Module):
+            def answer(self, x):
+                print("looking", end="")
+                return x * 2
+        def workload():
+            return dict(model=Net().eval(), inputs=[torch.ones(4)], call=lambda model, x: model.answer(x))
+        """,
+    )
+    found = diagnose(target, seconds=0.1, record=False)
+    assert found.count("graph-breaks") is None
+    assert any(note.startswith("compile health: not known") for note in found.notes)
 
 
 PLANTED = Path(__file__).parents[2] / "bench" / "diagnosis_cases"
@@ -524,6 +570,19 @@ def test_what_is_no_padding() -> None:
     assert share(ids=ids) == pytest.approx(48 / 128)
 
 
+def test_of_a_batch_without_rows_nothing_is_padding() -> None:
+    assert padding(Workload(torch.nn.Identity(), [torch.zeros(0, 8, dtype=torch.long)])).share == 0
+
+
+def test_weights_that_are_quantised_count_as_they_are_stored() -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    net = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(2)))
+    quantization.quantize_(net, quantization.Int8WeightOnlyConfig())
+    seen = weights(net)
+    assert 2 * 512 * 512 <= seen.bytes < 3 * 512 * 512
+    assert (seen.duplicate_bytes, seen.subnormal) == (0, 0)
+
+
 def test_threads_are_tried_with_the_number_that_the_rule_looks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is that of the physical cores within a quota: neither all logical ones nor what the machine has."""
     monkeypatch.setattr("fettle.procs.limits.physical_cores", lambda: 4)
@@ -536,6 +595,33 @@ def test_threads_are_tried_with_the_number_that_the_rule_looks_for(monkeypatch: 
         torch.set_num_threads(before)
     assert (seen.facts.threads, seen.facts.physical_cores) == (1, 3)
     assert RULES["threads"](replace(seen, variants=dict.fromkeys(seen.variants, (0.5, 0.4, 0.6)))) is not None
+
+
+def test_facts_of_a_training_loop_are_those_of_its_model() -> None:
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(144, 2)).bfloat16()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    work = TrainingWorkload(
+        net, lambda p: torch.optim.SGD(p, lr=0.0), lambda model, x: model(x).sum(), [torch.ones(5, 3, 8, 8).bfloat16()]
+    )
+    facts = collect(work, 0.0).facts
+    assert (facts.mode, facts.training, facts.samples) == ("training", True, 5)
+    assert (facts.dtype, facts.num_conv, facts.num_4d_inputs) == ("bfloat16", 1, 1)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+def test_a_program_computes_where_its_answer_or_a_module_that_it_holds_lies() -> None:
+    """On a device that has no memory, in place of a GPU."""
+
+    class Holder:
+        def __init__(self) -> None:
+            self.net = torch.nn.Linear(2, 2, device="meta")
+
+        def __call__(self, x: torch.Tensor) -> str:
+            return "a text"
+
+    x = torch.ones(2)
+    assert device_type(Workload(torch.nn.Identity(), [x])) == "cpu"
+    assert device_type(Workload(Holder(), [x])) == "meta"
 
 
 def test_the_optimizer_is_charged_with_its_step_and_not_with_the_backward_pass() -> None:

@@ -67,6 +67,10 @@ def raising():
     raise KeyError("x")
 
 
+def leaving():
+    raise SystemExit(3)
+
+
 def empty():
     return DataLoader([])
 

@@ -10,13 +10,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from fettle.errors import UsageError
-from fettle.inputs import Setting, measure_and_search, race
-from fettle.inputs._messages import TakeSlice
+from fettle.inputs import Setting, measure_and_search, race, search
+from fettle.inputs._messages import Faults, TakeSlice
 from fettle.inputs.race import Race
 from fettle.inputs.setting import Room, Slice, room
 from fettle.journal import Journal, locked
@@ -110,6 +111,27 @@ def test_a_worker_that_hangs_is_one_failed_run_and_leaves_no_orphan(run, tmp_pat
     monkeypatch.setattr(race, "Child", Timed)
     assert "timed out after 300 s in slice: a worker may hang" in run("hangs", 1, timeout_s=300.0)
     assert gone([int(mark.read_text())])
+
+
+def test_looking_for_faults_may_take_longer_than_a_slice(monkeypatch) -> None:
+    asked = []
+
+    class Quick:
+        def __init__(self, module: str) -> None: ...
+
+        def __enter__(self) -> "Quick":
+            return self
+
+        def __exit__(self, *error: object) -> None: ...
+
+        def call(self, request: object, answer: type, timeout_s: float) -> Faults:
+            asked.append(timeout_s)
+            return Faults()
+
+    monkeypatch.setattr(race, "Child", Quick)
+    for timeout_s in (5.0, 500.0):
+        Race("x:y", 0.1, timeout_s, "cpu", room(), Journal(), lambda doing, done, of: None).faults()
+    assert asked == [120.0, 500.0]
 
 
 def test_a_worker_that_dies_is_one_failed_run(run) -> None:
@@ -230,6 +252,21 @@ def test_a_file_that_is_none_of_ours_is_left_as_it_is(tmp_path: Path, text: str,
         with pytest.raises(UsageError, match=words):
             Journal(path, "fettle data")
     assert path.read_text() == text
+
+
+def test_a_search_on_another_machine_measures_anew(monkeypatch) -> None:
+    made_for = []
+
+    def journal(keep: object, writer: str, what: dict) -> None:
+        made_for.append(what)
+        raise UsageError("no further")
+
+    monkeypatch.setattr(search, "Journal", journal)
+    for name in ("one", "other"):
+        monkeypatch.setattr(search, "this_machine", lambda name=name: SimpleNamespace(id=name))
+        with pytest.raises(UsageError, match="no further"):
+            measure_and_search(f"{LOADERS}:quick")
+    assert made_for[0] != made_for[1]
 
 
 def test_the_journal(tmp_path: Path) -> None:

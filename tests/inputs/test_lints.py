@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Subset
 
-from fettle.inputs import profile
+from fettle.inputs import growth, lints, profile
 from fettle.inputs.growth import big_containers, growing_workers
 from fettle.inputs.lints import duplicates, getitems_differ, lint, padding, rows_that_raise
 from fettle.inputs.profile import profile_rows
@@ -23,6 +23,22 @@ def test_a_stream_that_every_worker_reads_whole_is_shown_by_its_rows() -> None:
     assert names(found) == ["duplicate-data"]
     assert "64 came 2 times from two workers" in found[0].evidence
     assert duplicates(DataLoader(loaders.Shared(), batch_size=4)) == []
+
+
+class Counted(torch.utils.data.IterableDataset):
+    read = 0
+
+    def __iter__(self):
+        for row in range(200):
+            self.read += 1
+            yield torch.tensor(row)
+
+
+def test_a_slow_stream_is_read_for_a_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lints, "SECONDS", 0.0)
+    slow = Counted()
+    assert names(duplicates(DataLoader(slow, batch_size=4))) == ["duplicate-data"]
+    assert slow.read == 1
 
 
 def split_in_init(worker: int) -> None:
@@ -104,6 +120,21 @@ def test_a_leak_grows_with_each_pass_over_the_same_rows_and_a_cache_does_not() -
     assert names(found) == ["leaking-worker"]
     assert "a row" in found[0].evidence
     assert growing_workers(DataLoader(loaders.Caching(), batch_size=8)) == []
+
+
+def test_slow_rows_are_read_again_a_few_times_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+
+    def slow(row: int) -> torch.Tensor:
+        read.append(row)
+        return torch.ones(1)
+
+    monkeypatch.setattr(growth, "_SECONDS", 0.0)
+    assert growth._grow(DataLoader(loaders.Rows(slow, 64), batch_size=8))[1] == 4
+    monkeypatch.setattr("fettle.inputs.lint.SECONDS", 0.0)
+    read.clear()
+    assert getitems_differ(DataLoader(loaders.Batched(slow), batch_size=8)) == []
+    assert read == [0, 0, 0]
 
 
 def broken_tenths(row: int) -> torch.Tensor:

@@ -105,6 +105,9 @@ def test_the_command(tmp_path: Path, run_fettle: Run, forks: None) -> None:
         (["x.py:made", "-o", "x.pdf"], "written as"),
         (["x.py:made", "--device", "tpu"], "device tpu"),
         (["x.py:made", "--after", "x.json"], "--after goes with a trace"),
+        (["x.py:made", "--slice", "3m"], "--timeout 2m: a run takes --slice 3m"),
+        (["none.json", "--nproc", "2"], "--nproc goes with a loader"),
+        (["none.json", "--no-lints"], "--lints goes with a loader"),
         (["none.json"], "none.json"),
     ],
 )

@@ -16,7 +16,7 @@ from fettle.errors import UsageError
 from fettle.inputs import Measured, Setting, measure_and_search
 from fettle.inputs._messages import Faults
 from fettle.inputs.race import MOST, PAIRS, ROUNDS, Race
-from fettle.inputs.report import as_data, rows
+from fettle.inputs.report import as_data, curve, rows
 from fettle.inputs.result import RowRaises, cannot_help
 from fettle.inputs.search import _search
 from fettle.inputs.setting import AS_GIVEN, BATCH_INDEX, Facts, Room, Slice, ratio
@@ -274,6 +274,9 @@ def test_a_setting_that_dies_after_it_was_the_best_is_not_taken() -> None:
     found = Dies(cores=4).search()
     assert found.best.setting.num_workers == 5  # a hundredth slower than the four, and alive
     assert [item.failure for item in found.settings if item.failure] == ["a worker exited unexpectedly with code 3"]
+    (died,) = [row for row in rows(found) if row["note"].startswith("failed")]
+    assert died["batches/s"] == "-"  # not nought
+    assert "'level': 0.0" not in str(curve(found))
 
 
 def test_running_out_of_memory_is_one_failed_trial_and_nothing_larger_is_tried() -> None:
@@ -382,6 +385,7 @@ def test_a_row_that_raises_at_once_is_counted_and_is_no_bad_usage() -> None:
 @pytest.mark.parametrize(
     ("factory", "words"),
     [("number", "returned an int"), ("raising", "raised KeyError"), ("empty", "gives no batch"),
+     ("leaving", "leaving raised SystemExit: 3"),
      ("nothing", "has no factory named 'nothing'")],
 )  # fmt: skip
 def test_what_is_wrong_with_a_target_is_one_line(factory: str, words: str) -> None:

@@ -86,6 +86,13 @@ def target_or_package(text: str) -> Found:
         raise UsageError(f"there is no package {text}; and {error}") from None
 
 
+def given(ctx: typer.Context, *but: str) -> list[str]:
+    """The options that the command line names, but parameters of these names."""
+    others = [param for param in ctx.command.params if param.name not in but]
+    sources = {param.opts[0]: ctx.get_parameter_source(param.name or "") for param in others}
+    return [option for option, one in sources.items() if one is not None and one.name == "COMMANDLINE"]
+
+
 def duration_s(text: str, option: str, bare: str = "s") -> float:
     """``90s``, ``10m``, ``1h``, ``100ms`` as seconds; a `bare` number has that unit, or is refused if there is none."""
     match = _DURATION.fullmatch(text)

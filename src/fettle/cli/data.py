@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 def command(
+    ctx: typer.Context,
     target: Annotated[
         str,
         typer.Argument(help="path/to/file.py:factory that returns a DataLoader, dataset or (loader, step); or a trace"),
@@ -53,6 +54,8 @@ def command(
     if target.endswith((".json", ".json.gz")):
         if output is not None:
             raise UsageError("--output goes with a loader: fettle trace report draws a trace")
+        if others := _options.given(ctx, "target", "after", "as_json"):
+            raise UsageError(f"{others[0]} goes with a loader: a trace is only read")
         _trace(Path(target), after, as_json)
         return
     if after is not None:
@@ -68,9 +71,12 @@ def command(
     slice_s = _options.duration_s(slice_, "--slice")
     if not 0.01 <= slice_s <= 600:
         raise UsageError(f"--slice {slice_}: between 10ms and 10m")
+    timeout_s = _options.duration_s(timeout, "--timeout")
+    if timeout_s <= slice_s:
+        raise UsageError(f"--timeout {timeout}: a run takes --slice {slice_} and more, give a longer one")
     with _show.bar("starting", quiet=as_json, lines=True) as show:
         result = measure_and_search(
-            target, slice_s=slice_s, timeout_s=_options.duration_s(timeout, "--timeout"), ranks=ranks,
+            target, slice_s=slice_s, timeout_s=timeout_s, ranks=ranks,
             device=_options.one_device(device, ("auto",)), keep=keep or default_path(target), lints=lints,
             on_progress=show,
         )  # fmt: skip

@@ -23,6 +23,7 @@ _MOST = 8
 
 
 def command(
+    ctx: typer.Context,
     target: Annotated[
         str,
         typer.Argument(help="path/to/file.py:factory, a trace (.json, .json.gz), a snapshot (.pickle), or a folder"),
@@ -57,10 +58,16 @@ def command(
     fettle diagnose model.py --fail-on graph-breaks=0,recompiles=0,syncs=0
     """
     from fettle.diagnose import diagnose, diagnosis_json
+    from fettle.diagnose.recordings import traces_and_snapshots
 
+    others = _options.given(ctx, "target", "verify", "fail_on", "budget", "max_metric_drop", "output", "as_json")
+    if others and traces_and_snapshots(Path(target)):
+        raise UsageError(f"{others[0]} goes with a workload: what was recorded is only read")
     allowed, budget_s = _allowed(fail_on), _options.duration_s(budget, "--budget")
     if max_metric_drop is not None and not verify:
         raise UsageError("--max-metric-drop is what a fix may cost: give --verify, which races the fixes")
+    if not verify and "--budget" in _options.given(ctx):
+        raise UsageError("--budget is the time for racing fixes: give --verify, which races them")
     _options.check_file(output, ".html")
     with _show.status_line("starting", quiet=as_json) as show:
         diagnosis = diagnose(

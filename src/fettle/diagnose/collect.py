@@ -25,7 +25,7 @@ from fettle.diagnose.collectors.memory import (
 )
 from fettle.diagnose.collectors.operators import operations, watched
 from fettle.diagnose.collectors.syncs import syncs_on
-from fettle.diagnose.collectors.training import TrainingSteps, as_workload, device_type, trained
+from fettle.diagnose.collectors.training import as_workload, device_type, facts_of, trained
 from fettle.diagnose.collectors.variants import SLOW_S, timed, variants, without_anomaly_checks
 from fettle.diagnose.collectors.waiting import all_threads_s, crowded, waiting
 from fettle.diagnose.evidence import Batches, Cost, Evidence, Fresh
@@ -48,7 +48,6 @@ def collect(measured: Workload | TrainingWorkload, seconds: float) -> Evidence:
     workload = as_workload(measured)
     model = workload.model
     owner = trained(workload)
-    device = device_type(workload)
     costs: dict[str, Cost] = {}
 
     def call(batch: Any = workload.inputs[0]) -> Any:
@@ -62,8 +61,10 @@ def collect(measured: Workload | TrainingWorkload, seconds: float) -> Evidence:
 
     module = owner if isinstance(owner, torch.nn.Module) else None
     began = time.perf_counter()
-    records = any(tensor.requires_grad for tensor in tensors(call()))
+    answer = call()
     first_call_s = time.perf_counter() - began
+    device, records = device_type(workload, answer), any(tensor.requires_grad for tensor in tensors(answer))
+    del answer
     least = 1 if first_call_s > SLOW_S else 3
     counters, pages, threads_s = allocator_counts(device), pages_fetched(), all_threads_s()
     plain = noted("plain calls", lambda: timed(call, device, 0.25 * seconds, least))
@@ -82,9 +83,7 @@ def collect(measured: Workload | TrainingWorkload, seconds: float) -> Evidence:
     with without_anomaly_checks():  # they would be found
         report = noted("syncs", lambda: syncs_on(device, call, [owner, workload.inputs[0]]))
     slower("syncs", report.wall_s / report.calls)
-    facts = probe_facts(workload)
-    if isinstance(model, TrainingSteps):
-        facts = replace(facts, mode="training", training=True)
+    facts = replace(facts_of(measured), device=device)
     gc_s, slept_s, loading = noted("waiting", lambda: waiting(call, wall_s, device, least))
     kept = noted("kept alive", lambda: kept_alive(call))
     fetched = pages / len(plain) if device == "cpu" and pages >= _MANY_PAGES * len(plain) else 0.0
@@ -108,7 +107,7 @@ def collect(measured: Workload | TrainingWorkload, seconds: float) -> Evidence:
         slept_s=slept_s,
         pauses=watch.pauses(),
         syncs=report.syncs,
-        compiled=is_compiled(model),
+        compiled=is_compiled(owner),
         batches=Batches(watch.batches_run, watch.batches_seen_before),
         built=dict(watch.built),
         padding=noted("padding", lambda: padding(workload)),

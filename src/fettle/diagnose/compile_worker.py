@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -51,13 +52,17 @@ def compile_health(
         return child.call(request, CompileHealth, timeout_s)
 
 
+def _compiled(model: Any, request: Compile) -> Any:
+    return model if is_compiled(model) else torch.compile(model, dynamic=request.dynamic, backend=request.backend)
+
+
 def _run(request: Compile) -> CompileHealth:
     """The worker's part: build, compile, call."""
     torch.manual_seed(0)
     workload = request.target.load()
-    model = workload.model
-    if not is_compiled(model):
-        model = torch.compile(model, dynamic=request.dynamic, backend=request.backend)
+    model = _compiled(workload.model, request) if not workload.parts else workload.model
+    for part in workload.parts:  # the pipeline itself is only what holds them
+        model.set_submodule(part, _compiled(model.get_submodule(part), request))
     failure, calls, first_call_s, settled = [], 0, 0.0, 0
     counters = torch._dynamo.utils.get_compilation_metrics
     with watch_compile() as watch:

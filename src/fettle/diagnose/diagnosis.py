@@ -115,7 +115,7 @@ def diagnose(
     seconds: float = 6.0,
     compile_check: bool = True,
     record: bool = True,
-    beside: Path | None = None,
+    beside: str | Path | None = None,
     mode: str = AUTO,
     on_progress: OnProgress = lambda text: None,
 ) -> Diagnosis:
@@ -131,6 +131,7 @@ def diagnose(
     check_mode(mode)
     if not callable(on_progress):
         raise UsageError(f"on_progress is a function of one text, not {on_progress!r:.80}")
+    beside = None if beside is None else Path(beside)
     if isinstance(model, (str, Path)) and str(model):
         path = Path(model)
         if path.is_dir() or traces_and_snapshots(path):
@@ -197,7 +198,11 @@ def _of_workload(
     elif compile_check:
         on_progress("tracing with torch.compile")
         try:
-            evidence = replace(evidence, compile=compile_health(target, backend="aot_eager", rounds=2, timeout_s=180.0))
+            health = compile_health(target, backend="aot_eager", rounds=2, timeout_s=180.0)
+            if health.compilations or not health.healthy:
+                evidence = replace(evidence, compile=health)
+            else:
+                notes.append("compile health: not known, a call runs no code of the model that torch.compile takes")
         except UsageError as error:
             notes.append(f"compile health: not known, {error}")
         examiner.loads.append(examiner.around.look())
@@ -227,5 +232,6 @@ def _budget(evidence: Evidence) -> dict[str, float]:
     inside = {words: evidence.seconds(group) for group, words in GROUPS.items()}
     total = max(sum(inside.values()), evidence.wall_s)
     budget = {name: spent / total for name, spent in sorted(inside.items(), key=lambda item: -item[1])}
-    budget["outside operators: Python, autograd, dispatch, waiting"] = max(0.0, 1 - sum(budget.values()))
+    compiled = "compiled code, and " if evidence.compiled else ""
+    budget[f"{compiled}outside operators: Python, autograd, dispatch, waiting"] = max(0.0, 1 - sum(budget.values()))
     return {name: share for name, share in budget.items() if share > 5e-4}

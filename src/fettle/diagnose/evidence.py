@@ -242,8 +242,9 @@ class Evidence:
 
     @property
     def host_s(self) -> float:
-        """Time outside operators and loaders that is no work of another kind."""
-        return self.outside_s - self.other_work_s
+        """Time outside operators and loaders that is no work of another kind; none of a compiled model, whose own work
+        cannot be told from it."""
+        return 0.0 if self.compiled else self.outside_s - self.other_work_s
 
     @property
     def unexplained_s(self) -> float:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fettle.errors import is_program
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from torch.utils.data import DataLoader
 
@@ -159,15 +160,15 @@ def _model(model: nn.Module) -> Model:
     )  # fmt: skip
 
 
-def subnormal_share(parameters: Iterable[nn.Parameter]) -> float:
-    """Share of the float32 weights on the CPU that are denormal numbers; of plain ones, as what other libraries hold in
-    classes of their own, in 8 bits say, may not be compared."""
+def subnormal_share(weights: Iterable[torch.Tensor]) -> float:
+    """Share of the float32 weights on the CPU that are denormal numbers."""
     import torch
 
+    from fettle.workload import stored
+
     small = total = 0
-    for parameter in parameters:
-        values = parameter.detach()
-        if type(values) is torch.Tensor and values.dtype == torch.float32 and values.device.type == "cpu":
+    for values in (part for weight in weights for part in stored(weight.detach())):
+        if values.dtype == torch.float32 and values.device.type == "cpu":
             small += int(((values != 0) & (values.abs() < torch.finfo(torch.float32).tiny)).sum())
             total += values.numel()
     return small / total if total else 0.0

@@ -16,6 +16,7 @@ import torch
 
 from fettle.generate.decoding import decoder_of, is_two_parts
 from fettle.generate.workload import GenerationWorkload
+from fettle.workload import stored
 
 
 @dataclass(frozen=True)
@@ -84,18 +85,8 @@ def weights_read(model: Any, decoder: Any = None) -> int:
     seen: dict[int, int] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
         if id(tensor) not in skipped and not torch.nn.parameter.is_lazy(tensor):
-            seen[id(tensor)] = sum(part.numel() * part.element_size() for part in _plain(tensor))
+            seen[id(tensor)] = sum(part.numel() * part.element_size() for part in stored(tensor))
     return sum(seen.values())
-
-
-def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that it is made of: of a quantised one those of integers and scales."""
-    value = tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor
-    if type(value) not in (torch.Tensor, torch.nn.Parameter) and hasattr(value, "__tensor_flatten__"):
-        for name in value.__tensor_flatten__()[0]:
-            yield from _plain(getattr(value, name))
-    else:
-        yield value
 
 
 def _asked(model: Any, name: str) -> Any:

@@ -116,7 +116,7 @@ def _grow(loader: DataLoader[Any]) -> tuple[list[int], int]:
         if time.monotonic() - began > _SECONDS / 4:
             break
     each = (time.monotonic() - began) / taken
-    rows = rows[: max(16, min(len(rows), int(_SECONDS / max(each, 1e-7))))]
+    rows = rows[: max(4, min(len(rows), int(_SECONDS / max(each, 1e-7))))]
     plain: DataLoader[Any] = DataLoader(
         loader.dataset, batch_size=None, sampler=rows * _PASSES, num_workers=1, collate_fn=_collate_nothing,
         worker_init_fn=loader.worker_init_fn, multiprocessing_context=loader.multiprocessing_context,

@@ -72,7 +72,8 @@ def duplicates(loader: DataLoader[Any]) -> list[Lint]:
     if not isinstance(loader.dataset, IterableDataset):
         return []
     few = 64
-    once, twice = (Counter(_hashes(loader, workers, few)) for workers in (0, 2))
+    once = Counter(_hashes(loader, 0, few))
+    twice = Counter(_hashes(loader, 2, 2 * once.total()))
     repeated = [key for key in once if twice.get(key, 0) >= 2 * once[key]]
     if not once or len(repeated) < 0.5 * len(once):
         return []
@@ -118,8 +119,9 @@ def getitems_differ(loader: DataLoader[Any]) -> list[Lint]:
     dataset: Any = loader.dataset
     if isinstance(dataset, IterableDataset) or not callable(getattr(dataset, "__getitems__", None)):
         return []
-    rows = list(itertools.islice(indices(loader), 8))
-    alone, again, together = [dataset[row] for row in rows], [dataset[row] for row in rows], dataset.__getitems__(rows)
+    read = list(rows_of(loader, most=8))
+    rows, alone = [row for row, _ in read], [item for _, item in read]
+    again, together = [dataset[row] for row in rows], dataset.__getitems__(rows)
     if [_hash(item) for item in alone] != [_hash(item) for item in again]:
         return []  # random rows: nothing to compare
     wrong = [row for row, one, other in zip(rows, alone, together, strict=False) if _hash(one) != _hash(other)]
@@ -160,9 +162,16 @@ def _position_bytes(part: Any) -> int:
 
 
 def _hashes(loader: DataLoader[Any], workers: int, rows: int) -> list[str]:
-    """Content hashes of the first rows, the user's own way to split the stream included."""
+    """Content hashes of the first rows, the user's own way to split the stream included; without workers as many as
+    can be read in a few seconds."""
     plain = DataLoader(loader.dataset, batch_size=None, num_workers=workers, worker_init_fn=loader.worker_init_fn)
-    return [_hash(item) for item in itertools.islice(plain, rows * max(1, workers))]
+    hashes: list[str] = []
+    began = time.monotonic()
+    for item in itertools.islice(plain, rows):
+        hashes.append(_hash(item))
+        if not workers and time.monotonic() - began > SECONDS:
+            break
+    return hashes
 
 
 def _hash(item: Any) -> str:

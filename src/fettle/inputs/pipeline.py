@@ -24,7 +24,7 @@ def pipeline(target: str) -> tuple[DataLoader[Any], Step | None]:
     """What the factory returns: a loader, a dataset, or (loader or dataset, step)."""
     torch.manual_seed(0)
     factory = find_target(target).function()
-    with refusing(f"{target} raised"):
+    with refusing(f"{target} raised", (Exception, SystemExit)):  # a script may leave
         loader = factory()
     step = None
     if isinstance(loader, tuple) and len(loader) == 2 and callable(loader[1]):

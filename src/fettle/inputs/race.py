@@ -24,6 +24,8 @@ _MODULE = "fettle.inputs._run"
 PAIRS, ROUNDS, MOST = 3, 6, 12
 """Pairs of slices in which two settings are compared, the most where they are near the line, and the most where others
 disturb some of them."""
+_LOOKING_S = 120.0
+"""Looking for faults takes longer than a slice, however long a slice may take."""
 _CLEAR, _NEAR = 1.15, 0.025
 """Two pairs that are both this far beyond the line are enough; a median this near to it wants more of them."""
 OnProgress = Callable[[str, int, int], None]
@@ -136,7 +138,7 @@ class Race:
 
         def ask() -> Faults:
             with Child(_MODULE) as process:
-                return process.call(FindFaults(self.target), Faults, self.timeout_s)
+                return process.call(FindFaults(self.target), Faults, max(self.timeout_s, _LOOKING_S))
 
         try:
             return self._known_or("lint", Faults, ask)

@@ -98,7 +98,7 @@ def rows(result: PipelineResult) -> list[dict[str, str]]:
             note = item.failure if item.left_out else f"failed: {item.failure}"
         # Batches a second are those of side-by-side comparisons: rates measured minutes apart do not compare.
         cells = dict.fromkeys(("batches/s", "waiting", "batch 50%", "95%", "first"), "-")
-        if item.slices:
+        if item.able:  # of one that failed later it is not known how fast it is beside the others
             timing = item.first
             cells = {
                 "batches/s": rate_text(item.level),
@@ -190,7 +190,7 @@ def curve(result: PipelineResult, height: int = 300) -> dict[str, Any]:
     for item in result.settings:
         base = {"workers": item.setting.num_workers, "setting": item.setting.name, "variant": _variant(item.setting)}
         points += [{**base, "rate": rate} for rate in item.rates]
-        if item.slices:
+        if item.able:
             medians.append({**base, "level": item.level})
         elif item.failure:
             failed.append({**base, "rate": 0.0, "failure": item.failure})

@@ -23,6 +23,7 @@ from fettle.inputs.race import OnProgress, Race
 from fettle.inputs.result import PipelineResult, RowRaises, cannot_help, is_of_a_row, verdict
 from fettle.inputs.setting import AS_GIVEN, WITHIN, Facts, Measured, Setting, ratio, room
 from fettle.journal import Journal
+from fettle.machine import this_machine
 from fettle.procs.child import ChildError
 from fettle.workload import find_target
 
@@ -61,7 +62,7 @@ def measure_and_search(
     journal = Journal(
         keep, "fettle data",
         {"target": target, "content": content_hash(find_target(target).reference), "slice_s": slice_s, "ranks": ranks,
-         "device": device, "cores": here.cores, "torch": str(torch.__version__), "lints": lints},
+         "device": device, "cores": here.cores, "machine": this_machine().id, "lints": lints},
     )  # fmt: skip
     race = Race(target, slice_s, timeout_s, _device(device), here, journal, on_progress)
     done = False

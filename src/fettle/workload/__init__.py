@@ -19,6 +19,7 @@ from fettle.workload.trees import (
     rows_of,
     size_bytes,
     spread,
+    stored,
     tensors,
     wait_for,
 )
@@ -26,5 +27,5 @@ from fettle.workload.trees import (
 __all__ = [
     "AUTO", "Batch", "Target", "Workload", "again", "check_mode", "device_of", "find_target", "fingerprint",
     "fresh", "is_numbers", "is_shared", "leaves", "map_tensors", "register_kind", "rows_of", "size_bytes", "spread",
-    "switches", "target_from_objects", "tensors", "wait_for", "workload_from",
+    "stored", "switches", "target_from_objects", "tensors", "wait_for", "workload_from",
 ]  # fmt: skip

@@ -86,6 +86,15 @@ def size_bytes(leaf: Any) -> int:
     return int(getattr(leaf, "nbytes", 0))
 
 
+def stored(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that it is made of: of a quantised one those of integers and scales."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from stored(getattr(tensor, name))
+    else:
+        yield tensor
+
+
 def rows_of(batch: Any) -> int:
     """The first dimension of the first tensor of a batch that has one and is not empty in it; 0 where there is none."""
     return next((int(tensor.size(0)) for tensor in tensors(batch) if tensor.dim() and tensor.size(0)), 0)

@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 
 from fettle.diagnose import RULES, Evidence
 from fettle.diagnose.collect import collect
+from fettle.diagnose.collectors import recording
 from fettle.diagnose.collectors.operators import operations, repeated_share, watched
+from fettle.diagnose.diagnosis import _budget
 from fettle.diagnose.evidence import Batches
 from fettle.techniques import Facts
 from fettle.workload import Workload
@@ -110,6 +113,91 @@ def test_python_between_operators_is_not_their_host_work() -> None:
     assert RULES["host-bound"](pinned) is None
     assert RULES["host-bound"](replace(pinned, pauses={})) is not None
     assert replace(pinned, slept_s=0.008).other_work_s == 0
+
+
+def branches(x: torch.Tensor) -> torch.Tensor:
+    return torch.cond(x.sum() > 0, lambda x: x @ x, lambda x: x + 1, (x,))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called")
+def test_an_operator_that_runs_others_is_one_row_that_takes_their_time() -> None:
+    (row,) = [row for row in operations(Workload(branches, [torch.ones(4, 4)]), "cpu", calls=1) if "cond" in row.name]
+    assert (row.name, row.group, row.calls) == ("aten.cond", "other", 1)
+    q = torch.randn(1, 2, 128, 16)
+    rows = operations(Workload(lambda q: flex_attention(q, q, q), [q]), "cpu", calls=1)
+    (row,) = [row for row in rows if "flex_attention" in row.name]
+    assert row.group == "matrix"
+    assert row.flops == 2 * 2 * 2 * 128 * 128 * 16  # two products for each of two heads
+
+
+class Doubled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+@pytest.mark.parametrize("look", ["operators", "recording"])
+def test_what_is_compiled_runs_compiled_while_it_is_watched_and_afterwards(look: str) -> None:
+    torch._dynamo.reset()
+    ran = []
+
+    def backend(graph: Any, examples: Any) -> Any:
+        return lambda *inputs: (ran.append(graph), graph(*inputs))[1]
+
+    model, x = torch.compile(Doubled(), backend=backend), torch.ones(4)
+    model(x)
+    if look == "operators":
+        assert [row.name for row in operations(Workload(model, [x]), "cpu", calls=1)] == ["aten.mul"]
+    else:
+        assert recording._operators(lambda: model(x)) == 1
+    model(x)
+    assert len(ran) == 3
+
+
+def test_time_that_may_be_of_compiled_code_is_not_the_hosts() -> None:
+    compiled = Evidence(Facts(), wall_s=0.01, compiled=True)
+    assert (compiled.outside_s, compiled.host_s, compiled.other_work_s) == (0.01, 0.0, 0.0)
+    assert list(_budget(compiled)) == ["compiled code, and outside operators: Python, autograd, dispatch, waiting"]
+    assert replace(compiled, compiled=False).host_s == 0.01
+
+
+def test_a_module_that_torch_has_written_is_nobodys_line() -> None:
+    code = compile("def call(x): return x + 1", "/tmp/torchinductor_me/ab/cabc.py", "exec")
+    written: dict[str, Any] = {"__name__": "torch._inductor.codecache.cabc"}
+    exec(code, written)  # as torch does it
+    (row,) = operations(Workload(lambda x: written["call"](x), [torch.ones(4)]), "cpu", calls=1)
+    assert row.line.startswith("test_operators.py:")
+
+
+def test_batches_that_are_nested_are_looked_at() -> None:
+    rows = torch.nested.nested_tensor([torch.ones(3, 8), torch.ones(5, 8)], layout=torch.jagged)
+    groups = {row.name: row.group for row in operations(Workload(nn.Linear(8, 8), [rows]), "cpu", calls=1)}
+    assert groups["aten.linear"] == "matrix"
+
+
+def test_products_of_integers_are_products() -> None:
+    x = torch.ones(32, 32, dtype=torch.int8)
+    (row,) = operations(Workload(torch._int_mm, [(x, x)]), "cpu", calls=1)
+    assert row.group == "matrix"
+
+
+def test_what_one_call_in_three_runs_is_no_part_of_a_call() -> None:
+    calls = []
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x)
+        return x.exp() if len(calls) == 1 else x + 1 if len(calls) == 2 else x
+
+    assert operations(Workload(model, [torch.ones(4)]), "cpu", calls=3) == []
+
+
+def test_a_call_that_fails_leaves_no_hook_behind() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no")
+
+    net = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match="no"):
+        watched(Workload(net, [torch.ones(4)], call=lambda net, x: model(net(x))), "cpu")
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in net.modules())
 
 
 def test_the_older_weight_norm_is_removed_in_its_own_way() -> None:

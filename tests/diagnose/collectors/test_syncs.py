@@ -38,6 +38,7 @@ WAITS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "bincount": (lambda x: x[0].abs().long().bincount(), "aten.bincount"),
     "inverse": (lambda x: torch.linalg.inv(x), "aten._linalg_check_errors"),
     "one_hot without classes": (lambda x: F.one_hot(x[0].abs().long()), "torch.nn.functional.one_hot"),
+    "cond": (lambda x: torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,)), "cond"),
     "tolist": (lambda x: x.tolist(), "torch.Tensor.tolist"),
     "cpu": (lambda x: x.cpu(), "torch.Tensor.cpu"),
     "to cpu": (lambda x: x.to("cpu"), "torch.Tensor.to"),
@@ -59,6 +60,7 @@ FREE: dict[str, Callable[[torch.Tensor], Any]] = {
     "topk and sort": lambda x: (x.topk(2), x.sort()),
     "index on the device": lambda x: x[x[0].abs().long().clamp(max=3)],
     "one_hot with classes": lambda x: F.one_hot(x[0].abs().long(), 16),
+    "one_hot by its arguments' names": lambda x: F.one_hot(input=x[0].abs().long(), num_classes=16),
     "shape": lambda x: (x.shape[0], len(x), x.numel()),
     "host tensor": lambda x: torch.ones(3).sum().item(),
     "a host copy read again": lambda x: torch.ones(2).tolist(),
@@ -160,6 +162,11 @@ class TestOnADevice:
         report = find_syncs(lambda: call(x), on_device=x, real=True)
         assert [sync.operator for sync in report.syncs] == [operator]
         assert find_syncs(lambda: call(x.float()), on_device=x, real=True).syncs == ()  # on the host it costs nothing
+
+    def test_other_devices_than_a_gpu_of_nvidia_or_amd_say_themselves_where_they_are(self) -> None:
+        x = torch.ones(3, device="meta")
+        report = syncs.syncs_on("xpu", lambda: x + torch.ones(3, device=x.device), x)
+        assert (report.syncs, report.source) == ((), "modes")
 
     def test_no_tensor_is_told_another_device_than_its_own(self) -> None:
         x = torch.randn(4, dtype=torch.float64)

@@ -79,6 +79,20 @@ def test_what_recording_costs_makes_a_bound_larger_never_smaller(tmp_path: Path)
     assert found[0].bound == pytest.approx(600 / (1000 - 306), abs=0.02)
 
 
+def test_what_recording_costs_is_taken_off_the_time_of_each_device(tmp_path: Path) -> None:
+    def bound(devices: int) -> float:
+        made = Build().step(0, 0, 1000)
+        made.add("user_annotation", NEXT, 0, 500)
+        for number in range(40):
+            made.op("aten::add", 500 + number, 0.5)
+        for device in range(devices):
+            made.kernel("gemm", 600, 100, call=560 + 5 * device, device=device)
+        return next(one.bound for one in trace_findings(made.load(tmp_path))[0] if one.rule == "data-wait")
+
+    assert bound(1) == pytest.approx(500 / (1000 - 3 * 43), abs=0.02)
+    assert bound(2) == pytest.approx(bound(1), abs=0.02)
+
+
 @pytest.mark.parametrize(("width", "bound"), [(8, 1020 / 1200), (9, 1020 / 1700)])
 def test_steps_that_others_slowed_down_make_no_bound_too_small(width: int, bound: float, tmp_path: Path) -> None:
     """Two steps wait alike; the operators of the second take much longer: for nothing, or for a wider matrix."""

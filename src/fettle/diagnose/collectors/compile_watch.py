@@ -28,8 +28,20 @@ from fettle.diagnose.compile_health import CacheHealth, CompileHealth, GraphBrea
 
 
 def is_compiled(model: Any) -> bool:
-    """Whether it is what `torch.compile` returned."""
-    return isinstance(model, torch._dynamo.OptimizedModule) or hasattr(model, "_torchdynamo_orig_callable")
+    """Whether it is what `torch.compile` returned, or it or a module in it is compiled so, in place or by `forward`."""
+    if isinstance(model, torch.nn.Module):
+        return any(
+            isinstance(part, torch._dynamo.OptimizedModule)
+            or part._compiled_call_impl is not None
+            or _is_compiled(getattr(part, "forward", None))
+            for part in model.modules()
+        )
+    return _is_compiled(model)
+
+
+def _is_compiled(function: Any) -> bool:
+    disabled = getattr(function, "_torchdynamo_disable", False)  # by `torch.compiler.disable`
+    return hasattr(function, "_torchdynamo_orig_callable") and not disabled
 
 
 @contextlib.contextmanager

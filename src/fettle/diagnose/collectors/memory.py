@@ -11,7 +11,7 @@ import statistics
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ import torch
 from fettle.diagnose.evidence import Kept, Padding, Weights
 from fettle.doctor.program import subnormal_share
 from fettle.procs.limits import pages_fetched
-from fettle.workload import Workload, leaves
+from fettle.workload import Workload, leaves, stored
 
 
 def kept_alive(call: Callable[[], Any], calls: int = 3) -> Kept:
@@ -96,7 +96,8 @@ def padding(workload: Workload) -> Padding:
             positions += mask.numel()
             where = "attention_mask"
             continue
-        ids = next((t for t in matrices.values() if t.dtype in (torch.int32, torch.int64) and t.shape[1] > 4), None)
+        tokens = (t for t in matrices.values() if t.dtype in (torch.int32, torch.int64))
+        ids = next((t for t in tokens if len(t) and t.shape[1] > 4), None)
         if ids is not None:
             last = ids[:, -1:]
             filler = last.mode(0).values
@@ -113,20 +114,21 @@ def padding(workload: Workload) -> Padding:
 
 def weights(module: torch.nn.Module | None) -> Weights:
     """The model's parameters; nothing of what is not a module."""
-    parameters = list(module.parameters()) if module is not None else []
-    size = sum(p.numel() * p.element_size() for p in parameters)
-    return Weights(size, _duplicates(module), subnormal_share(parameters))
+    named = module.named_parameters() if module is not None else ()
+    parts = [(name, part) for name, parameter in named for part in stored(parameter.detach())]
+    size = sum(part.numel() * part.element_size() for _, part in parts)
+    return Weights(size, _duplicates(parts), subnormal_share(part for _, part in parts))
 
 
-def _duplicates(module: torch.nn.Module | None) -> int:
+def _duplicates(parts: Iterable[tuple[str, torch.Tensor]]) -> int:
     """Bytes of large parameters that equal another one in memory of their own, but for constants, which many layers
     begin with, and layers of one stack, which begin as copies of each other."""
     groups: dict[Any, list[tuple[list[str], torch.Tensor]]] = defaultdict(list)
-    for name, parameter in module.named_parameters() if module is not None else ():
+    for name, tensor in parts:
         path = [part for part in name.split(".") if not part.isdigit()]
-        if parameter.numel() >= 1 << 16 and bool((parameter.detach() != parameter.detach().flatten()[0]).any()):
-            key = (tuple(parameter.shape), parameter.dtype, float(parameter.detach().flatten()[:64].double().sum()))
-            groups[key].append((path, parameter.detach()))
+        if tensor.numel() >= 1 << 16 and bool((tensor != tensor.flatten()[0]).any()):
+            key = (tuple(tensor.shape), tensor.dtype, float(tensor.flatten()[:64].double().sum()))
+            groups[key].append((path, tensor))
     wasted = 0
     for same in groups.values():
         kept: list[tuple[list[str], torch.Tensor]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -21,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from fettle.diagnose.collectors.mode import OperatorMode
 from fettle.diagnose.collectors.training import TrainingSteps
 from fettle.diagnose.evidence import CAST, INDEX, LAYOUT, MATRIX, OTHER, POINTWISE, Operation
 from fettle.errors import is_users
@@ -39,7 +41,9 @@ _LONG_PAUSE_S = 2e-4
 """Between two operators while they are watched: what is longer is not Python's and the dispatcher's work around them,
 which takes 15 to 75 us (on an EPYC, modules, autograd and optimizers included)."""
 _MATRIX_MORE = {"_scaled_dot_product_flash_attention_for_cpu", "mkldnn_rnn_layer", "_mkldnn_rnn_layer", "linear",
-                "mkldnn_linear", "_linear", "lstm", "gru", "mv", "dot", "_fused_sdp_choice"}  # fmt: skip
+                "mkldnn_linear", "_linear", "lstm", "gru", "mv", "dot", "_fused_sdp_choice", "_int_mm",
+                "linear_dynamic", "linear_relu_dynamic", "_weight_int8pack_mm", "_weight_int4pack_mm",
+                "_weight_int4pack_mm_for_cpu", "qlinear_pointwise", "qconv_pointwise", "qconv2d_pointwise"}  # fmt: skip
 
 _STEPS_FILE = TrainingSteps.__call__.__code__.co_filename
 
@@ -57,14 +61,16 @@ def watched(workload: Workload, device: str, calls: int = 3) -> tuple[Watch, flo
     """The watch after `calls` calls, and the median seconds of a watched call."""
     watch = Watch(workload.model, device)
     totals: list[float] = []
-    for _ in range(calls):
-        watch.begin()
-        began = time.perf_counter()
-        with watch:
-            workload.run(workload.model, again(workload.inputs[0]))
-        watch.paused("the end of the call", time.perf_counter())
-        totals.append(time.perf_counter() - began)
-    watch.close()
+    try:
+        for _ in range(calls):
+            watch.begin()
+            began = time.perf_counter()
+            with watch:
+                workload.run(workload.model, again(workload.inputs[0]))
+            watch.paused("the end of the call", time.perf_counter())
+            totals.append(time.perf_counter() - began)
+    finally:
+        watch.close()
     return watch, statistics.median(totals)
 
 
@@ -85,13 +91,17 @@ class _Row:
     growth: float = 0.0
 
     def add(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        name = func.overloadpacket.__name__
+        packet = _packet(func)
+        name = packet.__name__
         inputs, outputs = _tensors((args, kwargs)), _tensors(out)
+        counter = flop_registry.get(packet)
         self.group = group_of(name, inputs, outputs)
-        counter = flop_registry.get(func.overloadpacket)
+        if packet is func:  # what one of a higher order runs inside is not seen
+            self.group = OTHER if counter is None else MATRIX
         if counter is not None:
             if name in _WEIGHED and len(inputs) > 1:
-                self.weights.add(inputs[_WEIGHED[name]].data_ptr())
+                with contextlib.suppress(RuntimeError):  # one that stands for another has no memory
+                    self.weights.add(inputs[_WEIGHED[name]].data_ptr())
             try:
                 self.flops.append(int(counter(*args, **kwargs, out_val=out)))
             except Exception:
@@ -100,17 +110,18 @@ class _Row:
             written = sum(tensor.numel() * tensor.element_size() for tensor in outputs)
             self.bytes += written + sum(tensor.numel() * tensor.element_size() for tensor in inputs)
             self.written += written
-        shape = max((tuple(tensor.shape) for tensor in outputs), key=math.prod, default=())
+        sizes = (tuple(tensor.shape) for tensor in outputs if not tensor.is_nested)  # which has none
+        shape = max(sizes, key=math.prod, default=())
         self.largest = max(self.largest, shape, key=math.prod)
         if math.prod(shape) >= 1 << 20 and _broadcast(inputs, shape):
             self.growth = max(self.growth, math.prod(shape) / max(1, *(tensor.numel() for tensor in inputs)))
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Watch(OperatorMode):
     """Times operators; module paths come from hooks on the modules."""
 
     def __init__(self, model: Any, device: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.device = device
         self.modules: list[tuple[str, str]] = [("", "")]
         self.by_place: dict[tuple[str, str, str, str, str], _Row] = {}
@@ -166,6 +177,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def close(self) -> None:
         for handle in self.handles:
             handle.remove()
+        for row in self.by_place.values():  # what later calls have not run again
+            row.rounds += [[0.0, 0.0]] * (self.call + 1 - len(row.rounds))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -179,7 +192,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         module, kind = self.modules[-1]
         line, function = _user_place()
         self.paused(line, began)
-        key = (func.overloadpacket.__name__, module, line, function, _dtype(_tensors(out), _tensors((args, kwargs))))
+        key = (_packet(func).__name__, module, line, function, _dtype(_tensors(out), _tensors((args, kwargs))))
         row = self.by_place.setdefault(key, _Row(kind))
         while len(row.rounds) <= self.call:
             row.rounds.append([0.0, 0])
@@ -219,7 +232,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 growth=row.growth,
             )
             for (name, module, line, function, dtype), row in self.by_place.items()
-            if row.group  # it ran in the first call; else control flow took another way
+            # It ran in the first call, where control flow did not take another way, and in half of them.
+            if row.group and statistics.median(count for _, count in row.rounds)
         ]
         return sorted(rows, key=lambda row: -row.seconds)
 
@@ -288,7 +302,7 @@ def group_of(name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor])
 
 def _broadcast(inputs: list[torch.Tensor], shape: tuple[int, ...]) -> bool:
     """Whether an operator's output has the shape that its inputs, several, are broadcast to."""
-    sizes = itertools.zip_longest(*(reversed(tensor.shape) for tensor in inputs), fillvalue=1)
+    sizes = itertools.zip_longest(*(reversed(tensor.shape) for tensor in inputs if not tensor.is_nested), fillvalue=1)
     return len(inputs) > 1 and tuple(map(max, sizes))[::-1] == shape
 
 
@@ -298,7 +312,8 @@ def _user_place() -> tuple[str, str]:
     function."""
     for frame, line in traceback.walk_stack(sys._getframe(1)):
         name, function = frame.f_code.co_filename, frame.f_code.co_qualname
-        if is_users(name):
+        own = str(frame.f_globals.get("__name__", ""))  # what a compiler of torch writes is a module of torch's
+        if is_users(name) and not own.startswith("torch."):
             return f"{name.rpartition('/')[2]}:{line}", function.removesuffix(".<locals>.<genexpr>")
         if name == _STEPS_FILE:
             return "", function
@@ -335,6 +350,11 @@ def _digest(module: torch.nn.Module, inputs: Any) -> bytes | None:
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _packet(func: Any) -> Any:
+    """An operator in all its forms; one of a higher order, such as `torch.cond`, has one."""
+    return getattr(func, "overloadpacket", func)
 
 
 def _dtype(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> str:

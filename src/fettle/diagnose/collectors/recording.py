@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from fettle.diagnose.collectors.mode import OperatorMode
 from fettle.diagnose.collectors.training import as_workload, device_type
 from fettle.diagnose.collectors.variants import timed
 from fettle.errors import UsageError
@@ -86,12 +86,13 @@ def _record(
     if torch.autograd.profiler._is_profiler_enabled:  # of two, the one that began first would lose what it has
         raise UsageError("a profiler is running in the workload already")
     workload = as_workload(measured)
-    device = device_type(workload)
+    answers: list[Any] = []
 
-    def call() -> None:
-        workload.run(workload.model, again(workload.inputs[0]))
+    def call() -> Any:
+        return workload.run(workload.model, again(workload.inputs[0]))
 
-    count, what = events[0](call), events[1]
+    count, what = events[0](lambda: answers.append(call())), events[1]
+    device = device_type(workload, answers.pop())
     if count > _MOST_EVENTS:
         raise UsageError(f"a call runs {count:,} {what}, more than {_MOST_EVENTS:,} are not recorded")
     plain_s = min(timed(call, device, seconds / 4, least=1))
@@ -109,13 +110,13 @@ def _operators(call: Callable[[], Any]) -> int:
     """Operators below the dispatcher in one call."""
     events = 0
 
-    class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    class Count(OperatorMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             nonlocal events
             events += 1
             return func(*args, **(kwargs or {}))
 
-    with Count():  # type: ignore[no-untyped-call]
+    with Count():
         call()
     return events
 

@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, resolve_name
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from fettle.diagnose.collectors.mode import OperatorMode
 from fettle.diagnose.evidence import Sync, SyncKind
 from fettle.patches import replaced
 
@@ -125,7 +125,7 @@ class SyncWatch:
         """Whether the program means the device by this."""
         if not isinstance(device, (str, torch.device)):
             return False
-        return torch.device(device).type == "cuda" if self.real else str(device) == str(DEVICE)
+        return torch.device(device).type != "cpu" if self.real else str(device) == str(DEVICE)
 
     def any_of(self, *trees: Any) -> bool:
         """Whether any tensor in the trees does."""
@@ -167,7 +167,7 @@ class Functions(TorchFunctionMode):
                 with _quiet(watch):
                     return func(*args, **kwargs)
             return args[0]
-        if name in ("torch.nn.functional.one_hot", "torch._C._nn.one_hot") and watch.holds(args[0]):
+        if name in ("torch.nn.functional.one_hot", "torch._C._nn.one_hot") and watch.any_of(args, kwargs):
             return self._one_hot(func, name, args, kwargs)
         if name in _CPU_ONLY_CHECKS:
             with _quiet(watch):
@@ -178,7 +178,7 @@ class Functions(TorchFunctionMode):
             if name in ("torch.tensor", "torch.as_tensor", "torch.asarray", "torch.Tensor.new_tensor"):
                 self._uploaded(name, args[-1] if args and watch.real else result, False)
             watch.mark(result)
-        elif name in _CPU_ONLY_CHECKS and watch.any_of(args):
+        elif name in _CPU_ONLY_CHECKS and watch.any_of(args, kwargs):
             watch.mark(result)
         return result
 
@@ -237,31 +237,32 @@ class Functions(TorchFunctionMode):
         return result
 
 
-class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Operators(OperatorMode):
     """Sees the operators beneath, also those of the backward pass."""
 
     def __init__(self, watch: SyncWatch) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.watch = watch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, watch = kwargs or {}, self.watch
         if watch.quiet:
             return func(*args, **kwargs)
-        device = watch.any_of(args, kwargs)
+        device, packet = watch.any_of(args, kwargs), str(getattr(func, "overloadpacket", func))
         if device:
-            overload, packet = str(func), str(func.overloadpacket)
-            sync = _OPERATORS.get(overload) or _OPERATORS.get(packet) or self._special(packet, args, kwargs)
+            sync = _OPERATORS.get(str(func)) or _OPERATORS.get(packet) or self._special(packet, args, kwargs)
             if sync is not None and not (packet == "aten.repeat_interleave" and kwargs.get("output_size") is not None):
                 watch.saw(packet, *sync)
         result = func(*args, **kwargs)
-        if device and str(func.overloadpacket) != "aten.copy_":
+        if device and packet != "aten.copy_":
             watch.mark(result)
         return result
 
     def _special(self, packet: str, args: Any, kwargs: Any) -> tuple[SyncKind, str] | None:
         """Operators that wait only for some arguments."""
         watch = self.watch
+        if packet == "while_loop" or (packet == "cond" and watch.holds(args[0])):
+            return ("read", _READ)
         if packet in ("aten.index", "aten.index_put", "aten.index_put_", "aten._index_put_impl_"):
             indices = [index for index in args[1] if isinstance(index, torch.Tensor)]
             masks = [index for index in indices if index.dtype in (torch.bool, torch.uint8)]
@@ -286,9 +287,9 @@ def _quiet(watch: SyncWatch) -> contextlib.AbstractContextManager[None]:
 
 
 def lies_on_gpu(tensor: torch.Tensor) -> bool:
-    """Of a tensor on a machine with a device."""
+    """Of a tensor on a machine with a device: NVIDIA's, AMD's, or another."""
     with torch._C.DisableTorchFunction():
-        return tensor.is_cuda
+        return not tensor.is_cpu
 
 
 def _storage(value: Any) -> Any:

@@ -35,9 +35,9 @@ def syncs_on(device: str, call: Callable[[], Any], on_device: Any) -> SyncReport
     """What synchronises in one call on this type of device: on a CPU, what would on a GPU.
 
     On a GPU the modes' lines are compared with CUDA's own checks: one that they confirm keeps its reason, one that only
-    they saw is added, and one that they did not see is left out.
+    they saw is added, and one that they did not see is left out. Other devices have no such checks.
     """
-    estimated = find_syncs(call, on_device=on_device, real=device == "cuda")
+    estimated = find_syncs(call, on_device=on_device, real=device != "cpu")
     if device != "cuda":
         return estimated
     on_gpu = find_cuda_syncs(call)

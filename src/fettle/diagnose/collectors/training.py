@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from fettle.techniques import Facts, probe_facts
 from fettle.train import TrainingWorkload
 from fettle.workload import Workload, device_of
 
@@ -53,11 +55,26 @@ def as_workload(workload: Workload | TrainingWorkload) -> Workload:
     return Workload(TrainingSteps(workload), [()], name=workload.name, samples=rows)
 
 
+def facts_of(workload: Workload | TrainingWorkload) -> Facts:
+    """What rules and techniques need to know; of a training loop that of its model, by the loss of its first batch."""
+    if isinstance(workload, Workload):
+        return probe_facts(workload)
+    loss = workload.loss
+    plain = Workload(
+        workload.model, [(workload.first,)], call=lambda model, batch: loss(model, batch), samples=workload.samples
+    )
+    return replace(probe_facts(plain), mode="training", training=True, train_mode_differs=False, custom_call=False)
+
+
 def trained(workload: Workload) -> Any:
     """The workload's model; of the steps of a training loop the model that they train."""
     return workload.model.model if isinstance(workload.model, TrainingSteps) else workload.model
 
 
-def device_type(workload: Workload) -> str:
-    """Type of the device that a call is for."""
-    return device_of(trained(workload), workload.inputs[0])
+def device_type(workload: Workload, answer: Any = None) -> str:
+    """Type of the device that a call is for, as the model and its inputs say; where these lie on the CPU, as its answer
+    does, or a module that a program of another kind holds."""
+    model = trained(workload)
+    held = [] if isinstance(model, torch.nn.Module) else list(getattr(model, "__dict__", {}).values())
+    kinds = [device_of(one, (workload.inputs[0], answer)) for one in (model, *held)]
+    return next((kind for kind in kinds if kind != "cpu"), "cpu")

@@ -177,7 +177,8 @@ def trace_findings(trace: Trace) -> tuple[list[Finding], dict[str, float]]:
     on_device = bool(trace.device_keys)
     busy = share["compute"] + share["exposed_communication"] + share["exposed_copy"] if on_device else 0.0
     unknown = 0.0 if on_device else share["idle_host_untraced"]
-    left = 1 - (_profiler_ns(trace) + (0 if on_device else _slowed_ns(trace))) / wall_ns
+    aside_ns = _profiler_ns(trace) + (0 if on_device else _slowed_ns(trace))
+    left = 1 - aside_ns * max(1, len(trace.device_keys)) / wall_ns  # which has each step once a device
     aside = "recording" if on_device else "recording, and operators slower than the fastest alike"
     details = _details(trace)
     trains = any(name.startswith("autograd::engine") for name in trace.names)  # graphs are recorded of inference alone
