@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import json
 import math
+import operator
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -487,6 +489,21 @@ def test_figures_that_cannot_be_are_refused(change: dict[str, object]) -> None:
     data = json.loads(json.dumps(to_json(resnet())))
     data["trials"][3].update(change)
     with pytest.raises(UsageError):
+        from_json(data)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("machine", "peaks"), "many"), (("machine", "versions"), ["2.13"]), (("machine", "memory_bytes"), "16 GiB"),
+        (("limits", "max_error"), -1.0), (("reference", "noise"), -1.0), (("winner", "accuracy", "error"), -1.0),
+    ],
+)  # fmt: skip
+def test_what_no_page_can_show_is_refused_and_ends_in_no_traceback(place: tuple[str, ...], value: object) -> None:
+    data = json.loads(json.dumps(to_json(resnet())))
+    *way, last = place
+    functools.reduce(operator.getitem, way, data)[last] = value
+    with pytest.raises(UsageError, match="it is not a fettle result"):
         from_json(data)
 
 

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 
@@ -89,12 +89,28 @@ def _unknown(name: str) -> None:  # such a field may carry meaning: say so, do n
     raise UsageError(f"unknown field {name[:60]!r}")
 
 
+class _Machine(TypedDict, total=False):
+    """What a page shows of a machine, as far as it is there."""
+
+    cpu: str
+    cores: int
+    memory_bytes: int
+    gpus: list[str]
+    platform: str
+    python: str
+    versions: dict[str, Any]
+    peaks: dict[str, float]
+
+
 def _check(result: Outcome) -> None:
     """What types cannot say, and what the arithmetic of a report relies on."""
+    msgspec.convert(result.machine, _Machine)
     trials: list[Trial] = [*result.trials, *result.nearest, *(rung.trial for rung in result.ladder)]
     trials += [trial for trial in (result.winner, result.baseline_again) if trial is not None]
     if len(trials) > _MAX_TRIALS:
         raise UsageError(f"it has {len(trials)} trials, more than any study")
+    if (result.limits.max_error or 0) < 0 or result.reference.noise < 0:
+        raise UsageError("what is allowed of an error is below 0")
     for learned in (result.facts.learned, *(trial.learned for trial in trials)):
         for key, kind in learned_types(learned).items():
             msgspec.convert(learned[key], kind)
@@ -103,6 +119,8 @@ def _check(result: Outcome) -> None:
             raise UsageError(f"a trial has {trial.samples} samples in a call")
         if trial.time_ms <= 0 or trial.p90_ms <= 0 or (trial.peak_bytes or 0) < 0:
             raise UsageError("a trial has a time or a memory figure that is not positive")
+        if trial.accuracy.error < 0:
+            raise UsageError("a trial has an error below 0")
         if trial.speedup and not 0 <= trial.speedup.low <= trial.speedup.estimate <= trial.speedup.high:
             # NaN anywhere fails this comparison too; a result that fettle wrote may hold NaN, so let only that pass
             ends = (trial.speedup.low, trial.speedup.estimate, trial.speedup.high)
