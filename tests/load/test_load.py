@@ -700,17 +700,23 @@ def test_an_address_that_cannot_be_is_one_line():
 def test_more_clients_than_connections_of_an_open_loop_have_one_each(monkeypatch):
     """Also where the server closes each after its answer."""
     monkeypatch.setattr(loops, "MAX_CONNECTIONS", 2)
+    active, at_once = [], []
 
     async def handle(reader, writer):
         await reader.readuntil(b"\r\n\r\n")
+        active.append(writer)
+        at_once.append(len(active))
+        await asyncio.sleep(0.05)
+        active.remove(writer)
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
         writer.close()
 
     async def run():
         server = await asyncio.start_server(handle, "127.0.0.1", 0)
         request = http_request(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", b"", {})
-        found = await closed_loop([request], 6, 0.3)
+        found = await closed_loop([request], 6, 1.0)
         server.close()
         return found
 
     assert set(asyncio.run(run()).statuses) == {200}
+    assert max(at_once[12:]) > 3

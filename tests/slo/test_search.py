@@ -447,6 +447,15 @@ def test_of_settings_that_keep_one_rate_the_one_with_less_p99_there_is_best():
     assert found.best is found.points[0]
 
 
+def test_it_says_that_a_setting_was_not_brought_to_its_limit():
+    found = found_with({1: 0.01})
+    best, said = found.points[0], "it may serve more than the most that was tried"
+    best.tests.append(OneTest(100.0, True, {"latency_ms": {"p99": 20.0}}, ServerStats()))
+    assert any(said in text for text in explain(found))
+    best.tests.append(OneTest(110.0, False, {"latency_ms": {"p99": 200.0}}, ServerStats()))
+    assert not any(said in text for text in explain(found))
+
+
 def test_it_says_that_the_machine_was_slower_than_when_calibrated():
     found = found_with({1: 0.004, 2: 0.006})
     costs = found.branches[Branch(1, 1)].costs

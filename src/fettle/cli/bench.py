@@ -80,9 +80,9 @@ def command(
             raise UsageError("--bisect compares the commits of GOOD..BAD: leave --against and --against-python out")
         if as_json and as_markdown:
             raise UsageError("choose --json or --markdown")
-        for name, value in (("--fail-memory", fail_memory), ("--processes", processes)):
-            if bisect and value is not None:
-                raise UsageError(f"--bisect looks for what made it slower: {name} is for --against")
+        if bisect and (fail_memory is not None or processes is not None):
+            name = "--processes" if fail_memory is None else "--fail-memory"
+            raise UsageError(f"--bisect looks for what made it slower: {name} is for --against")
         if not (against or bisect) and (link or same_environment):
             raise UsageError("--link and --same-environment are for another revision: name it with --against")
         from fettle.gate import Settings

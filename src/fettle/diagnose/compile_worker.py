@@ -60,7 +60,7 @@ def _run(request: Compile) -> CompileHealth:
     """The worker's part: build, compile, call."""
     torch.manual_seed(0)
     workload = request.target.load()
-    model = _compiled(workload.model, request) if not workload.parts else workload.model
+    model: Any = workload.model if workload.parts else _compiled(workload.model, request)
     for part in workload.parts:  # the pipeline itself is only what holds them
         model.set_submodule(part, _compiled(model.get_submodule(part), request))
     failure, calls, first_call_s, settled = [], 0, 0.0, 0
