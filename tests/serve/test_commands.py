@@ -8,6 +8,7 @@ import pytest
 
 from fettle.cli.serve import run
 from fettle.errors import UsageError
+from fettle.serve.server import Address
 from tests.compat.test_mar import mar, net, saved
 
 TARGET = """
@@ -114,5 +115,5 @@ def test_what_a_server_would_ignore_is_refused(fettle, tmp_path):
 
 def test_an_address_of_ipv6_is_in_brackets(capsys):
     server = SimpleNamespace(ports=[8080], registry=SimpleNamespace(versions=list))
-    run._say_where(server, SimpleNamespace(host="::1", certificate=None), True, print)
+    run._say_where(server, Address("::1"), True, print)
     assert json.loads(capsys.readouterr().out)["url"] == "http://[::1]:8080"

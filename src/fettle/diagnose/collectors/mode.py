@@ -14,6 +14,12 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()  # type: ignore[no-untyped-call]
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Let compiled code be compiled code."""
