@@ -9,6 +9,7 @@ there are none either, and children start by themselves.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import random
@@ -218,6 +219,8 @@ class _Server:
                 with contextlib.suppress(Exception, SystemExit):
                     importlib.import_module(name)
         seconds, size = time.perf_counter() - began, max(0, resident_bytes() - held)
+        gc.collect()
+        gc.freeze()  # else a fork's collector writes to all that was imported, and each page has to be copied
         self.imported_s += request.counts * seconds
         if not request.counts:
             self.variables = dict(os.environ)
