@@ -220,6 +220,11 @@ class Facts:
         return f"a batch of {self.samples} rows cannot be cut into {parts} equal parts" if self.samples % parts else ""
 
     @property
+    def uncalibrated(self) -> str:
+        """Why nothing can be calibrated here, as a phrase; empty where it can."""
+        return self.uncalled or ("" if self.calibration_batches else "no batches to calibrate on: give at least two")
+
+    @property
     def generates(self) -> bool:
         """Whether the workload writes text."""
         return self.new_tokens > 0

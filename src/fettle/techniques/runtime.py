@@ -176,7 +176,7 @@ class Runtime(Technique):
         kernels = cpu or _missing(facts, "openvino") or facts.cannot_run.get("openvino", "")
         openvino, stateful = cannot or kernels, text or kernels
         bf16 = "" if facts.has_bf16 else "this CPU has no bfloat16 instructions"
-        data = facts.uncalled or ("" if facts.calibration_batches else "no batches to calibrate on: give at least two")
+        data = facts.uncalibrated
         onnx = facts.not_nvidia or (_missing(facts, "onnxruntime-gpu") if facts.device == "cuda" else cpu)
         onnx = onnx or ("" if "onnxruntime-gpu" in facts.packages else _missing(facts, "onnxruntime"))
         onnx = onnx or _missing(facts, "onnx") or _missing(facts, "onnxscript")

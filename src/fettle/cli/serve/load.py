@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 _MOST_REQUESTS = 10**8
-_TOKENS, _JSON = "128", "application/json"
 
 
 def command(
+    ctx: typer.Context,
     url: Annotated[
         str,
         typer.Argument(
@@ -55,13 +55,13 @@ def command(
     p99: _options.LatencyLimit = None,
     ttft: _options.FirstToken = None,
     itl: _options.BetweenTokens = None,
-    prompt_tokens: _options.PromptTokens = _TOKENS,
-    output_tokens: _options.OutputTokens = _TOKENS,
+    prompt_tokens: _options.PromptTokens = "128",
+    output_tokens: _options.OutputTokens = "128",
     texts: _options.Texts = None,
     model: Annotated[str, typer.Option(help="text: which model, if several are served")] = "",
     rows: Annotated[int, typer.Option(min=1, help="rows in each request")] = 1,
     body: Annotated[Path | None, typer.Option(help="send this file as the body of every request")] = None,
-    content_type: Annotated[str, typer.Option(help="content type of --body")] = _JSON,
+    content_type: Annotated[str, typer.Option(help="content type of --body")] = "application/json",
     token_file: Annotated[Path | None, typer.Option(help="a file with the server's token")] = None,
     ca_file: Annotated[
         Path | None,
@@ -110,18 +110,19 @@ def command(
     seconds, limit_s = _options.duration_s(duration, "--duration"), _options.limit_s(p99, "--p99")
     token, tls = read_text(token_file).strip() if token_file is not None else "", trusting(ca_file)
     limits = TextLimits(_options.limit_s(ttft, "--ttft"), _options.limit_s(itl, "--itl"))
-    sizes = {"--prompt-tokens": prompt_tokens != _TOKENS, "--output-tokens": output_tokens != _TOKENS}
-    made_up, typed, is_text = {"--rows": rows > 1}, {"--content-type": content_type != _JSON}, _asks_for_texts(url)
-    _refuse_unused(
-        (not is_text, {"--ttft": ttft, "--itl": itl, "--texts": texts, "--model": model, **sizes},
+    given, is_text, sizes = _options.given(ctx), _asks_for_texts(url), ("--prompt-tokens", "--output-tokens")
+    for unused, names, purpose in (
+        (not is_text, ("--ttft", "--itl", "--texts", "--model", *sizes),
          "for a server that writes texts: give its URL with /v1"),
-        (is_text, {"--body": body, **made_up, **typed},
+        (is_text, ("--body", "--rows", "--content-type"),
          "for other URLs: prompts for /v1 are made up, or those of --texts FILE"),
         (texts is not None, sizes, "for texts that are made up: --texts FILE has its own"),
-        (body is not None, made_up, "for values that are made up: --body FILE is sent as it is"),
-        (body is None, typed, "for --body FILE"),
-        (not rate, {"--even": even}, "for --rate"),
-    )  # fmt: skip
+        (body is not None, ("--rows",), "for values that are made up: --body FILE is sent as it is"),
+        (body is None, ("--content-type",), "for --body FILE"),
+        (not rate, ("--even",), "for --rate"),
+    ):  # fmt: skip
+        if unused and (wrong := [name for name in given if name in names]):
+            raise UsageError(f"{wrong[0]} is {purpose}")
     if is_text:
         lines = text_lines(prompt_tokens, output_tokens, texts, seed=seed)
         requests = text_requests(url, lines, model=model, seed=seed, token=token, tls=tls)
@@ -163,15 +164,6 @@ def _has_missed(run: Run, limit_s: float) -> bool:
     """Whether a run is no good, or did not keep its limits: what was refused or failed was not in time either."""
     late = limit_s > 0 and run.within < 0.99
     return late or run.missed or bool(run.void) or not run.stable or not run.answered
-
-
-def _refuse_unused(*groups: tuple[bool, dict[str, Any], str]) -> None:
-    """Raise `UsageError` for an option that changes nothing: of each group whether its options would be unused, which
-    of them were given, and what they are for."""
-    for unused, options, purpose in groups:
-        for name, given in options.items():
-            if unused and given:
-                raise UsageError(f"{name} is {purpose}")
 
 
 def _plans(
