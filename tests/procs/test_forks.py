@@ -39,6 +39,15 @@ SETS = """
     import os
     os.environ["SET_BY_A_MODULE"] = "1"
 """
+ONCE = """
+    import time
+    time.sleep(0.4)
+    ONCE_S = 0.4
+"""
+STARTS = """
+    import subprocess, sys
+    ended = subprocess.run([sys.executable, "-c", "raise SystemExit(7)"]).returncode
+"""
 THREADS = """
     import threading, time
     threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
@@ -51,7 +60,9 @@ class Do(Request):
 
 @pytest.fixture
 def variables(tmp_path):
-    for name, text in (("asked", ASKED), ("slow_to_import", SLOW), ("starts_a_thread", THREADS), ("sets", SETS)):
+    modules = {"asked": ASKED, "slow_to_import": SLOW, "starts_a_thread": THREADS, "sets": SETS, "once": ONCE,
+               "starts_a_process": STARTS}  # fmt: skip
+    for name, text in modules.items():
         (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
     return {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
 
@@ -148,6 +159,37 @@ def test_what_a_later_import_spares_is_known_and_made_once(forks, variables):
             assert asked(child, "'slow_to_import' in sys.modules")
             assert asked(child, "parent.imported_s") < 0.3  # it is not the workload's
         assert not asked(before, "'slow_to_import' in sys.modules")
+
+
+def test_what_an_import_did_for_all_later_processes_is_not_counted(forks):
+    assert 0 <= forks.spare(["once"]).seconds < 0.3
+
+
+def test_what_an_import_starts_ends_as_it_does_elsewhere(forks, variables):
+    forks.spare(["starts_a_process"])
+    with Child("asked", variables=variables, forks=forks) as child:
+        assert asked(child, "sys.modules['starts_a_process'].ended") == 7
+
+
+def test_children_of_another_environment_have_a_server_beside(forks, variables):
+    assert forks.beside({}) is forks
+    others = forks.beside({"OMP_NUM_THREADS": "1"})
+    assert others is forks.beside({"OMP_NUM_THREADS": "1"}) is not forks
+    alone = {**variables, "OMP_NUM_THREADS": "1"}
+    with Child("asked", variables=alone, forks=others) as child:
+        assert isinstance(child._process, Fork)
+        assert asked(child, "os.environ['OMP_NUM_THREADS']") == "1"
+        assert asked(child, "'json' in sys.modules")
+        server = others._child.pid
+        forks.close()
+        by_then(lambda: ended(server) and ended(child.pid))
+
+
+def test_of_too_many_environments_the_last_have_none(forks, variables):
+    servers = [forks.beside({"OMP_NUM_THREADS": str(count)}) for count in range(1, 6)]
+    assert servers[-1] is forks
+    assert forks not in servers[:-1]
+    assert not forks.serves(environment_of({**variables, "OMP_NUM_THREADS": "5"}))
 
 
 def test_after_an_import_that_starts_threads_there_are_no_more_forks(forks, variables):

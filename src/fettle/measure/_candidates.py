@@ -168,15 +168,17 @@ class Start:
                 close_each(one.worker for one in built)
 
     def _build(self, group: Sequence[tuple[Candidate, Path | None]]) -> list[WithWorkload]:
+        servers = [self._server(candidate) for candidate, _ in group]
+        for server, (candidate, _) in zip(servers, group, strict=True):
+            if server is not None:
+                server.spare(candidate.imports)
         began = time.monotonic()
         workers: list[Worker] = []
         try:
-            for candidate, log in group:
-                if self.forks is not None:
-                    self.forks.spare(candidate.imports)
+            for server, (candidate, log) in zip(servers, group, strict=True):
                 worker = Worker(
                     {**self.environment, **candidate.environment}, log, ranks=candidate.ranks, nodes=self.nodes,
-                    python=candidate.python, forks=self.forks,
+                    python=candidate.python, forks=server,
                 )  # fmt: skip
                 workers.append(worker)
                 if self.rules.may_go_first and not self.rules.under_load:
@@ -190,6 +192,11 @@ class Start:
             raise
         took_s = (time.monotonic() - began) / len(group)
         return [WithWorkload(worker, took_s, failure) for worker, failure in zip(workers, failures, strict=True)]
+
+    def _server(self, candidate: Candidate) -> ForkServer | None:
+        """What the candidate's processes may be forked from."""
+        alone = candidate.ranks == 1 and not candidate.python
+        return self.forks.beside(candidate.environment) if self.forks is not None and alone else None
 
     def _judged(self, built: list[WithWorkload], candidates: Sequence[Candidate]) -> list[WithWorkload]:
         """The same with the recipes applied and judged, side by side."""
@@ -286,9 +293,10 @@ class Start:
             raise
         worker.pause()
         saved_s = 0.0  # what a process that is no fork, as in the final race, would take longer
-        if self.forks is not None and worker.is_fork:
-            spared = self.forks.spare(candidate.imports)
-            saved_s = self.forks.saved_s / self.rules.abreast + spared.seconds
+        server = self._server(candidate)
+        if server is not None and worker.is_fork:
+            spared = server.spare(candidate.imports)
+            saved_s = server.saved_s / self.rules.abreast + spared.seconds
             peak = None if answer.peak_bytes is None else answer.peak_bytes + spared.size
             answer = msgspec.structs.replace(answer, optimize_s=answer.optimize_s + spared.seconds, peak_bytes=peak)
         judged = self.judging.path and candidate.recipe.levels  # the workload as given is measured whatever it answers

@@ -30,6 +30,8 @@ from fettle.procs.parent import Parent, be_a_worker
 from fettle.procs.process import Fork
 
 _TIMEOUT_S = 120.0
+_MOST_BESIDE = 4
+"""Servers beside one, each of which has hundreds of MB."""
 
 
 class Imports(msgspec.Struct, frozen=True):
@@ -59,7 +61,7 @@ class Preloaded(msgspec.Struct):
     variables: dict[str, str | None]
     """As those of `Imports`."""
     seconds: float
-    """What the import took,"""
+    """What the import took, without what a module says that it did for all later processes (`ONCE_S`),"""
     size: int
     """and the bytes of memory."""
 
@@ -95,7 +97,16 @@ class ForkServer:
         self._child: Child | None = None
         self._is_ready = False
         self._spared: dict[str, Spared] = {}
+        self._beside: dict[tuple[tuple[str, str], ...], ForkServer] = {}
         self._failed = sys.platform != "linux"
+
+    def beside(self, variables: Mapping[str, str]) -> ForkServer:
+        """The server for children that have these variables beside its own; itself, which serves them not, where there
+        are too many."""
+        key = tuple(sorted(variables.items()))
+        if key and key not in self._beside and len(self._beside) < _MOST_BESIDE:
+            self._beside[key] = ForkServer(self._runs, {**self._variables, **variables}, self.imports)
+        return self._beside.get(key, self)
 
     def begin(self) -> None:
         """Start the server, which makes its first imports while others work; else it starts when it is needed."""
@@ -111,9 +122,10 @@ class ForkServer:
 
     def spare(self, modules: Sequence[str]) -> Spared:
         """Import modules that children would import themselves, and say what that spares each begun from now on."""
-        for name in modules:
-            if name not in self._spared and self._is_there():
-                self._spared[name] = self._import(name)
+        if self._is_there():
+            for name in modules:
+                if name not in self._spared and not self._failed:
+                    self._spared[name] = self._import(name)
         known = [self._spared[name] for name in modules if name in self._spared]
         return Spared(sum(one.seconds for one in known), sum(one.size for one in known))
 
@@ -123,7 +135,7 @@ class ForkServer:
             done = self._child.call(Preload((name,), counts=False), Preloaded, _TIMEOUT_S)
         except BaseException as error:  # also an interrupt: it leaves an answer in the link
             self._failed = True
-            self.close()
+            self._end()
             if isinstance(error, ChildError):
                 return Spared()
             raise
@@ -142,7 +154,7 @@ class ForkServer:
         except BaseException as error:  # also an interrupt: it leaves an answer in the link
             os.close(ended)
             self._failed = True
-            self.close()
+            self._end()
             if isinstance(error, ChildError | OSError):
                 return None
             raise
@@ -150,7 +162,12 @@ class ForkServer:
             os.close(theirs)
 
     def close(self) -> None:
-        """End the server, and what is left of its forks."""
+        """End the server with those beside it, and what is left of their forks."""
+        while self._beside:
+            self._beside.popitem()[1].close()
+        self._end()
+
+    def _end(self) -> None:
         if self._child is not None:
             self._child.close()
             self._child, self._is_ready = None, False
@@ -174,7 +191,7 @@ class ForkServer:
             pass
         finally:
             if self._failed:
-                self.close()
+                self._end()
 
 
 def imports(before: Mapping[str, str]) -> Imports:
@@ -214,11 +231,12 @@ class _Server:
 
     def preload(self, request: Preload) -> Preloaded:
         began, held = time.perf_counter(), resident_bytes()
+        once_s = 0.0
         for name in request.modules:
             if name not in sys.modules:
                 with contextlib.suppress(Exception, SystemExit):
-                    importlib.import_module(name)
-        seconds, size = time.perf_counter() - began, max(0, resident_bytes() - held)
+                    once_s += getattr(importlib.import_module(name), "ONCE_S", 0.0)
+        seconds, size = time.perf_counter() - began - once_s, max(0, resident_bytes() - held)
         gc.collect()
         gc.freeze()  # else a fork's collector writes to all that was imported, and each page has to be copied
         self.imported_s += request.counts * seconds
@@ -265,12 +283,13 @@ class _Server:
         importlib.import_module(request.module).main(Parent(link, imported_s=self.imported_s))
 
     def reap(self) -> None:
-        """Write down how forks have ended."""
-        with contextlib.suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                if (to := self.ends.pop(ended[0], None)) is not None:
+        """Write down how forks have ended; what else has ended is a matter of who started it."""
+        for pid in list(self.ends):
+            with contextlib.suppress(ChildProcessError):  # another signal came meanwhile, and this was called again
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended and (to := self.ends.pop(pid, None)) is not None:
                     with contextlib.suppress(OSError):  # nobody asks any more
-                        os.write(to, b"%d" % os.waitstatus_to_exitcode(ended[1]))
+                        os.write(to, b"%d" % os.waitstatus_to_exitcode(status))
                     os.close(to)
 
 
@@ -282,8 +301,7 @@ def _is_forkable() -> bool:
         return False
     if not (pid := os.fork()):
         os._exit(0)
-    with contextlib.suppress(ChildProcessError):  # reaped by the handler
-        os.waitpid(pid, 0)
+    os.waitpid(pid, 0)
     return len(os.listdir("/proc/self/task")) == 1
 
 

@@ -225,12 +225,15 @@ def is_calibrated(recipe: Recipe) -> bool:
     return any(level in technique.calibrated for technique, level in changed(recipe))
 
 
+_COMPILES = ("torch._inductor.compile_fx", "fettle.techniques._first_compile")
+
+
 def imports_of(recipe: Recipe) -> tuple[str, ...]:
-    """The parts of torch that its lines import, for seconds, and that start no thread."""
+    """Modules that do what its lines do for seconds before they begin with the model, and that start no thread."""
     levels = list(changed(recipe))
     compiles = any(level in technique.compiles for technique, level in levels)
     exports = any(level in technique.exports for technique, level in levels)
-    return (("torch._dynamo",) if compiles or exports else ()) + (("torch._inductor.compile_fx",) if compiles else ())
+    return (("torch._dynamo",) if compiles or exports else ()) + (_COMPILES if compiles else ())
 
 
 def batch_factor(recipe: Recipe) -> int:
