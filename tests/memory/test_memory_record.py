@@ -6,6 +6,7 @@ import gc
 import inspect
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ import torch
 from memory_machine import MIB, Machine, stack
 
 from fettle.errors import UsageError
-from fettle.memory import analyse, read, record
+from fettle.memory import analyse, parse, read, record
+from fettle.memory.cpu import CpuTimeline
 from tests.forking import run_script
 
 
@@ -132,6 +134,46 @@ def test_the_ring_is_bounded_and_stays_exact(tmp_path: Path) -> None:
     assert held
 
 
+def test_a_block_from_before_the_profiler_was_emptied_is_gone_once_it_is_freed(tmp_path: Path) -> None:
+    file = tmp_path / "pieces.pickle"
+    with record(file, device="cpu") as recorder:
+        held = torch.zeros(2 * MIB, dtype=torch.uint8)
+        recorder.step()  # the first piece ends, whatever it holds
+        (held + 1).sum()  # by which the profiler knows of it in the second
+        del held
+        recorder.step()
+    window = analyse(read(file)).replay
+    assert window.peak_bytes >= 4 * MIB
+    assert max(window.start_bytes, window.end_bytes) < 2 * MIB
+
+
+def test_no_garbage_is_collected_while_the_profiler_is_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would see what is freed then."""
+    end, collects = CpuTimeline._end, []
+
+    def watched(timeline: CpuTimeline) -> None:
+        collects.append(gc.isenabled())
+        end(timeline)
+
+    monkeypatch.setattr(CpuTimeline, "_end", watched)
+    with record(tmp_path / "pause.pickle", device="cpu") as recorder:
+        recorder.step()
+        assert gc.isenabled()
+    assert collects[0] is False
+
+
+def test_a_block_that_was_freed_unseen_is_gone_once_its_address_is_used_again() -> None:
+    timeline, nameless = CpuTimeline(100), SimpleNamespace(of=lambda fields: "")
+    for at_us, size in enumerate((MIB, 3 * MIB)):
+        fields = SimpleNamespace(device=torch.device("cpu"), alloc_size=size, ptr=4096)
+        event = SimpleNamespace(extra_fields=fields, start_time_ns=1000 * at_us, parent=None)
+        timeline._take("Allocation", event, nameless)  # type: ignore[arg-type]
+    analysis = analyse(parse(timeline.stop(None) | {"fettle": {"allocator": "cpu"}}))
+    window = analysis.replay
+    assert (window.start_bytes, window.peak_bytes, window.end_bytes) == (0, 3 * MIB, 3 * MIB)
+    assert not analysis.violations
+
+
 def test_a_program_that_dies_leaves_its_snapshot(tmp_path: Path) -> None:
     file = tmp_path / "died.pickle"
     with pytest.raises(RuntimeError, match="alloc"), record(file, device="cpu"):  # noqa: PT012
@@ -146,6 +188,7 @@ def test_bad_use_is_refused_before_anything_runs(tmp_path: Path) -> None:
     for options, message in (
         ({"max_events": 0}, "at least 1"),
         ({"stacks": "some"}, "stacks must be"),
+        ({"device": "gpu"}, "device must be"),
     ):
         with pytest.raises(UsageError, match=message), record(tmp_path / "x", **options):  # type: ignore[arg-type]
             raise AssertionError("the body must not run")

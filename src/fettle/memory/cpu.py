@@ -8,6 +8,7 @@ own, and questions about reserved memory do not arise.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import deque
 from collections.abc import Iterator
@@ -55,9 +56,15 @@ class CpuTimeline:
         self._steps += 1
         if self._events_per_step and self._steps * self._events_per_step < self.max_events:
             return
-        self._end()
-        self._events_per_step = max((self.recorded - self._begun) / self._steps, 1.0)
-        self.start()
+        collects = gc.isenabled()
+        gc.disable()  # what it freed while no profiler runs would be in use ever after
+        try:
+            self._end()
+            self._events_per_step = max((self.recorded - self._begun) / self._steps, 1.0)
+            self.start()
+        finally:
+            if collects:
+                gc.enable()
 
     def stop(self, error: BaseException | None) -> dict[str, Any]:
         """The history, as a snapshot holds it."""
@@ -95,10 +102,10 @@ class CpuTimeline:
         if results is None:
             return
         categories = _Categories(running)
-        for kind, event in events_in_time(results.experimental_event_tree()):
-            self._take(kind, event, categories)
         for address, size, category in categories.preexisting():
             self.alive.setdefault(address, _block(address, size, [], category))
+        for kind, event in events_in_time(results.experimental_event_tree()):
+            self._take(kind, event, categories)
 
     def _take(self, kind: str, event: Any, categories: _Categories) -> None:
         if kind == "TorchOp" and event.name.startswith(("Optimizer.", "ProfilerStep")):
@@ -115,6 +122,9 @@ class CpuTimeline:
         address = int(fields.ptr)
         if size >= 0:
             category = categories.of(fields)
+            if (before := self.alive.get(address)) is not None:  # freed unseen, as by another thread
+                gone = {"action": "free_completed", "addr": address, **entry, "size": before["size"], "frames": []}
+                self.events.append(gone)
             self.events.append({"action": "alloc", "addr": address, "category": category, **entry})
             self.alive[address] = _block(address, size, entry["frames"], category)
         else:

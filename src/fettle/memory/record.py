@@ -68,12 +68,15 @@ def record(
         raise UsageError("max_events must be at least 1")
     if stacks not in ("python", "all"):
         raise UsageError(f"stacks must be 'python' or 'all', not {stacks!r}")
+    kind = str(device).partition(":")[0]  # of cuda:1, too: all devices are recorded
+    if kind not in ("None", "cuda", "cpu"):
+        raise UsageError(f"device must be 'cuda' or 'cpu', not {device!r}")
     check_writable(target)
     import torch  # late: reading a snapshot must not wait for torch
 
     if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda" and not torch.cuda.is_available():
         raise UsageError("no CUDA device here: record with device='cpu'")
 
     def write(data: dict[str, Any]) -> None:
@@ -84,7 +87,7 @@ def record(
         with whole(target) as partial, partial.open("wb") as file:
             pickle.dump(data, file, protocol=4)
 
-    source = CpuTimeline(max_events) if device == "cpu" else _CudaHistory(max_events, stacks, target, write)
+    source = CpuTimeline(max_events) if kind == "cpu" else _CudaHistory(max_events, stacks, target, write)
     recorder = Recorder(source)
     source.start()
     error: BaseException | None = None
