@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import pickle
 import re
 import zlib
 from pathlib import Path
@@ -124,6 +126,12 @@ def test_the_command_prints_json_tables_and_a_report(tmp_path: Path, run_fettle)
     assert "Leaks: none seen" in text.out
 
 
+def test_a_file_whose_name_is_not_utf_8_is_reported(tmp_path: Path, run_fettle) -> None:
+    file = healthy_training().save(tmp_path / os.fsdecode(b"caf\xe9.pickle"))
+    assert run_fettle("memory", file, "--output", tmp_path / "report.html").code == 0
+    assert "caf\ufffd.pickle" in (tmp_path / "report.html").read_text()
+
+
 def test_the_command_tells_of_leaks_spikes_and_churn(tmp_path: Path, run_fettle) -> None:
     machine = Machine()
     machine.alloc(20 * MIB, stack("base:1"))
@@ -148,6 +156,17 @@ def test_the_command_compares_two(tmp_path: Path, run_fettle) -> None:
     assert "model.py:77 in new" in run_fettle("memory", first, second).out
     asked = run_fettle("memory", first, second, "--request", "3GiB", "--device-free", "0")
     assert "Would 3.00 GiB more have fitted in the first? " in asked.out
+
+
+def test_what_is_odd_about_the_second_of_two_is_said(tmp_path: Path, run_fettle) -> None:
+    first, second = healthy_training().save(tmp_path / "a.pickle"), tmp_path / "b.pickle"
+    odd = healthy_training().data()
+    odd["segments"][0]["total_size"] += 512
+    odd["segments"][0]["blocks"][0]["state"] = "asleep"
+    second.write_bytes(pickle.dumps(odd, protocol=4))
+    said = " ".join(run_fettle("memory", first, second).out.split())
+    assert "b.pickle: 1 unknown block state, counted as inactive" in said
+    assert "b.pickle contradicts itself in " in said
 
 
 @pytest.mark.parametrize(

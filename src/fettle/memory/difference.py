@@ -10,9 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fettle.memory.invariants import check
 from fettle.memory.replay import Allocations, replay
 from fettle.memory.snapshot import Frame, Snapshot
 from fettle.memory.stacks import StackGroups, group_stacks
+from fettle.units import count_text
 
 _FEW_IN_COMMON = 0.2
 
@@ -50,6 +52,7 @@ class Difference:
     shared_stacks: float
     """Share of the bytes with a stack, at the peak of the smaller snapshot, whose stacks occur in both."""
     notes: tuple[str, ...]
+    """What is odd about the two side by side, and about the second file."""
 
 
 def compare(before: Snapshot, after: Snapshot, device: int, *, top: int = 20) -> Difference:
@@ -63,7 +66,10 @@ def compare(before: Snapshot, after: Snapshot, device: int, *, top: int = 20) ->
         sides.append((window, end, peak))
     (window_before, end_before, peak_before), (window_after, end_after, peak_after) = sides
     shared = _shared(peak_before, peak_after)
-    notes = []
+    notes = [f"{after.name}: {note}" for note in after.notes]
+    if violations := check(after):
+        places = count_text(len(violations), "place")
+        notes.append(f"{after.name} contradicts itself in {places}, for instance {violations[0]}")
     if shared < _FEW_IN_COMMON:
         notes.append(
             f"only {shared:.0%} of the bytes come from stacks that both snapshots have: "

@@ -61,7 +61,7 @@ def read(path: str | os.PathLike[str], *, max_file_bytes: int = DEFAULT_MAX_FILE
     containers = raw.count(b"}") + raw.count(b"]")
     _refuse_beyond(available, _MOST_BYTES_PER_CONTAINER * containers + _MOST_BYTES_PER_BYTE * len(raw), file)
     budget = min(len(raw), available // _BYTES_PER_THING)
-    return parse(load_plain_data(raw, str(file)), name=str(file), budget=budget)
+    return parse(load_plain_data(raw, str(file)), name=clean(str(file)), budget=budget)
 
 
 def _refuse_beyond(available_bytes: int, needed_bytes: int, file: Path) -> None:
