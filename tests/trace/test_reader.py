@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import polars as pl
 import pytest
@@ -178,7 +179,7 @@ def test_a_kernel_from_another_age_is_dropped(tmp_path: Path) -> None:
     assert trace.side["collectives"].height == 3
 
 
-@pytest.mark.parametrize("helpers", ["help", "die", "are not there"])
+@pytest.mark.parametrize("helpers", ["help", "die", "are not there", "cannot be had"])
 def test_several_processes_read_what_one_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, helpers: str) -> None:
     build = training(300)
     for i in range(20):
@@ -191,6 +192,8 @@ def test_several_processes_read_what_one_reads(tmp_path: Path, monkeypatch: pyte
         monkeypatch.setattr(parallel, "_HELPER", "raise SystemExit(3)")
     elif helpers == "are not there":
         monkeypatch.setattr(parallel.sys, "executable", "")
+    elif helpers == "cannot be had":
+        monkeypatch.setattr(parallel, "Process", Mock(side_effect=BlockingIOError(11, "no more processes")))
     size = path.stat().st_size
     shares.clear()
     columns, metadata = parallel.read_in_parallel(path, size, 2, 10**9, 20_000, on_progress=shares.append)
@@ -217,7 +220,7 @@ def test_what_a_helper_leaves_is_what_it_would_have_decoded_here(tmp_path: Path)
     text = path.read_bytes()
     start = text.index(b"[", text.index(b"traceEvents")) + 1
     plan = {"path": str(path), "cuts": [start, len(text)], "pattern": pattern, "max_events": 10**9}
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    (tmp_path / "plan.json").write_text(json.dumps({**plan, "reader": os.getppid()}))
     parallel.help_with(str(tmp_path))
     part, here = parallel._fetch(tmp_path, 0), parallel._decode(plan, 0)
     assert part is not None
@@ -225,6 +228,15 @@ def test_what_a_helper_leaves_is_what_it_would_have_decoded_here(tmp_path: Path)
     assert list(part.names) == list(here.names)
     for there, chunk in zip(part.chunks, here.chunks, strict=True):
         assert all(there[name].tolist() == values.tolist() for name, values in chunk.items())
+
+
+def test_a_helper_of_a_reader_that_was_killed_leaves_nothing(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    plan = {"path": str(training(50).write(tmp_path / "t.json")), "cuts": [0, 1000], "reader": os.getpid()}
+    (scratch / "plan.json").write_text(json.dumps(plan))
+    parallel.help_with(str(scratch))  # our parent is another process
+    assert not scratch.exists()
 
 
 def test_a_large_trace_opens_from_a_script_without_a_main_guard(tmp_path: Path) -> None:
@@ -354,6 +366,16 @@ def test_sidecar_serves_the_same_file_and_never_a_changed_one(tmp_path: Path) ->
     changed = load(path)
     assert not changed.facts.from_sidecar
     assert any("mmeg" in n for n in changed.names)
+
+
+def test_a_trace_opens_where_there_is_no_folder_to_keep_its_columns_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = training(3).write(tmp_path / "t.json")
+    for name in ("HOME", "FETTLE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as where the system knows no such user
+    assert load(path).events.height == 27
 
 
 def test_a_rank_that_was_given_is_not_kept(tmp_path: Path) -> None:

@@ -8,11 +8,13 @@ helper died is decoded here.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import pickle
 import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -56,10 +58,14 @@ def read_in_parallel(
                 cuts.append(at + event_at)
     cuts.append(size)
     plan = {"path": str(path.resolve()), "cuts": cuts, "pattern": boundary.pattern.hex(), "max_events": max_events}
+    plan["reader"] = os.getpid()
     with tempfile.TemporaryDirectory(prefix="fettle-trace-") as scratch:
         (Path(scratch) / "plan.json").write_text(json.dumps(plan))
-        helpers = [Process(["-c", _HELPER, scratch, *sys.path]) for _ in range(count - 1)] if sys.executable else []
+        helpers: list[Process] = []
         try:
+            with contextlib.suppress(OSError):  # there may be no more processes: then this one reads the more
+                for _ in range(count - 1 if sys.executable else 0):
+                    helpers.append(Process(["-c", _HELPER, scratch, *sys.path]))
             parts = {}
             for i in _claims(Path(scratch), len(cuts) - 1):  # in order: what comes before i is taken
                 if on_progress is not None:
@@ -79,12 +85,17 @@ def read_in_parallel(
 
 
 def help_with(scratch: str) -> None:
-    """What a helper does: decode spans as long as there are any, and leave their columns in files."""
+    """What a helper does: decode spans as long as there are any, and leave their columns in files. Of a reader that was
+    killed nothing is left."""
     folder = Path(scratch)
     plan = json.loads((folder / "plan.json").read_text())
     for i in _claims(folder, len(plan["cuts"]) - 1):
+        if os.getppid() != plan["reader"]:
+            break
         (folder / f"{i}.writing").write_bytes(pickle.dumps(_decode(plan, i)))
         (folder / f"{i}.writing").rename(folder / f"{i}.part")  # last, and at once: what is there is whole
+    if os.getppid() != plan["reader"]:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _claims(folder: Path, count: int) -> Iterator[int]:

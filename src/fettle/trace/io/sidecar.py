@@ -17,6 +17,7 @@ from typing import Any
 
 import polars as pl
 
+from fettle.errors import UsageError
 from fettle.files import cache_folder
 from fettle.kept_files import let_go, whole_folder
 from fettle.trace.model import EVENT_COLUMNS, SIDE_TABLES, ReadFacts, Trace
@@ -36,8 +37,9 @@ def folder() -> Path:
 
 
 def key_of(path: Path) -> dict[str, Any] | None:
-    """What identifies a file's very content; None where it cannot be read."""
+    """What identifies a file's very content; None where it cannot be read, or there is no folder to keep columns in."""
     try:
+        folder()
         stat = path.stat()
         digest = hashlib.blake2b(digest_size=20)
         with path.open("rb") as file:
@@ -48,7 +50,7 @@ def key_of(path: Path) -> dict[str, Any] | None:
                 for i in range(33):
                     file.seek((stat.st_size - _SAMPLE_BYTES) * i // 32)
                     digest.update(file.read(_SAMPLE_BYTES))
-    except OSError:
+    except (OSError, UsageError):
         return None
     return {
         "format": FORMAT,
