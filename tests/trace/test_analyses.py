@@ -402,8 +402,9 @@ def test_comparing_long_traces_needs_no_memory_beyond_theirs(tmp_path: Path) -> 
 def test_compare_two_sets_of_steps_of_one_trace(tmp_path: Path) -> None:
     trace = training(6).load(tmp_path)
     assert T.compare(trace, trace, steps_before=[0, 1], steps_after=[2, 3, 4]).steps_after == 3
-    with pytest.raises(UsageError):
-        T.compare(trace, trace, steps_after=[77])
+    for unknown in ([77], [2, 77]):
+        with pytest.raises(UsageError):
+            T.compare(trace, trace, steps_after=unknown)
 
 
 def test_bus_factors() -> None:
@@ -751,6 +752,17 @@ def test_waits_are_exact_on_clocks_that_count_from_1970(tmp_path: Path) -> None:
         return (device_waits(build.load(tmp_path)).since - 1000 * base).tolist()
 
     assert waits(1_700_000_000_000_000) == waits(1000)
+
+
+def test_transfers_are_exact_on_clocks_that_count_from_1970(tmp_path: Path) -> None:
+    base, traces = 1_700_000_000_000_001, []
+    told = {"Collective name": "allreduce", "In msg nelems": 5000, "Out msg nelems": 5000, "Process Group Name": "0"}
+    for rank in range(2):
+        build = Build(distributedInfo={"rank": rank})
+        for at in (base + 10, base + 30):
+            build.kernel("ncclDevKernel_AllReduce", at, 9, call=at - 5, **told)
+        traces.append(build.load(tmp_path, f"{rank}.json"))
+    assert T.arrival(traces)["transfer_ns"].to_list() == [9_000.0] * 2
 
 
 def test_two_reasons_at_once_are_told_as_a_range(tmp_path: Path) -> None:

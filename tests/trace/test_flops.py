@@ -101,6 +101,12 @@ def test_calls_of_more_than_any_device_could_do_are_left_out(tmp_path: Path) -> 
     assert set(product_table(build.load(tmp_path))["operator"]) == {"aten::addmm"}
 
 
+def test_a_product_whose_bytes_no_number_holds_is_left_out(tmp_path: Path) -> None:
+    told = {"Input Dims": [[2**30, 0], [0, 2**29]], "Input type": ["c10::complex<double>"] * 2}
+    build = products(tmp_path).op("aten::mm", 1000, 9, **told)
+    assert set(product_table(build.load(tmp_path))["operator"]) == {"aten::addmm"}
+
+
 def test_the_table_is_by_shapes_and_types(tmp_path: Path) -> None:
     trace = products(tmp_path).load(tmp_path)
     small, large = Limits({2: 1.0}, 1e9), product_table(trace)

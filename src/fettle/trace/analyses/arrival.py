@@ -146,7 +146,7 @@ def arrival(traces: list[Trace], matched: pl.DataFrame | None = None) -> pl.Data
         skew_ns=start.max() - start.min(),
         last_rank=pl.col("rank").sort_by("start_ns").last(),
         waited_ns=(start.max() - start).sum(),
-        transfer_ns=(start + pl.col("duration_ns")).median() - start.max(),
+        transfer_ns=(start + pl.col("duration_ns") - start.max()).median(),
     )
     factor = pl.Series(
         [bus_factor(k, n) for k, n in zip(frame["collective"], frame["group_size"], strict=True)], dtype=pl.Float64()

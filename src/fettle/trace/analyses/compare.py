@@ -19,7 +19,6 @@ from fettle.trace.analyses.account import time_account
 from fettle.trace.analyses.attribution import attribute_kernels
 from fettle.trace.analyses.kernels import class_names
 from fettle.trace.analyses.stacks import host_stacks
-from fettle.trace.analyses.steps import steps
 from fettle.trace.analyses.waits import CAUSES
 from fettle.trace.frames import frame_of, names_of_rows
 from fettle.trace.intervals import Intervals, length_within
@@ -98,11 +97,12 @@ def _account(trace: Trace, skip: int, wanted: list[int] | None) -> pl.DataFrame:
     frame = time_account(trace)
     busiest = frame.group_by("device").agg(pl.col("compute_ns").sum()).sort("compute_ns", descending=True)["device"][0]
     frame = frame.filter(pl.col("device") == busiest).sort("start_ns")
+    known = frame["step"].to_list()
     if wanted is not None:
         frame = frame.filter(pl.col("step").is_in(wanted))
     frame = frame[skip:]
-    if not frame.height:
-        raise UsageError(f"no such steps in {trace.path.name}: it has {steps(trace)['step'].to_list()[:20]}")
+    if not frame.height or not set(wanted or ()) <= set(known):
+        raise UsageError(f"no such steps in {trace.path.name}: it has {known[:20]}")
     return frame
 
 

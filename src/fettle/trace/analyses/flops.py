@@ -22,7 +22,7 @@ from fettle.trace.costs import OPERATORS, Cost, call_cost
 from fettle.trace.kinds import Kind, dtype_bytes
 from fettle.trace.model import Trace
 
-_MOST = 1 << 60
+_MOST = 1 << 58
 """More FLOPs or elements no call has: a shape that says so is damaged."""
 _decode_texts = msgspec.json.Decoder(tuple[str, ...]).decode
 
