@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
@@ -43,6 +45,12 @@ def test_every_question_in_both_forms(tmp_path: Path, run_fettle: Run, question:
         said = run_fettle("trace", question, path, *more)
         assert said.code == 0
         assert (json.loads(said.out)["uncertain"] == {} if question != "health" else True) if more else said.out
+
+
+def test_json_of_idle_time_holds_each_stream(tmp_path: Path, run_fettle: Run) -> None:
+    path = training(3).write(tmp_path / "t.json")
+    rows = json.loads(run_fettle("trace", "idle", path, "--json").out)["streams"]
+    assert {row["stream"] for row in rows} == {7, 20}
 
 
 def test_json_says_which_answers_are_uncertain(tmp_path: Path, run_fettle: Run) -> None:
@@ -179,6 +187,40 @@ def test_commands_over_ranks(tmp_path: Path, run_fettle: Run) -> None:
     assert found["kernels"]["across_ranks"]
 
 
+def _drawn(chart: Path) -> list[dict[str, Any]]:
+    return [row for rows in json.loads(chart.read_text())["datasets"].values() for row in rows]
+
+
+def test_of_ranks_each_cause_is_one_bar(tmp_path: Path, run_fettle: Run) -> None:
+    for rank in range(2):
+        training(3).write(tmp_path / f"rank{rank}.json")
+    assert run_fettle("trace", "idle", tmp_path, "--output", tmp_path / "chart.json").code == 0
+    labels = [row["label"] for row in _drawn(tmp_path / "chart.json")]
+    assert len(labels) == len(set(labels)) > 2
+
+
+def test_memory_of_ranks_is_a_line_for_each(tmp_path: Path, run_fettle: Run) -> None:
+    for rank in range(2):
+        build = Build(distributedInfo={"rank": rank})
+        for i in range(3):
+            build.add("cpu_instant_event", "[memory]", 1e6 * rank + i, 0, ph="i", Bytes=64, Addr=i)
+        build.write(tmp_path / f"{rank}.json")
+    assert run_fettle("trace", "memory", tmp_path, "--output", tmp_path / "chart.json").code == 0
+    rows = _drawn(tmp_path / "chart.json")
+    assert len({row["series"] for row in rows}) == 2
+    assert max(row["ms"] for row in rows) < 1  # each from its own begin
+
+
+def test_bandwidth_is_a_line_for_each_device(tmp_path: Path, run_fettle: Run) -> None:
+    build = Build()
+    for device in range(2):
+        build.kernel("Memcpy HtoD", 10, 5, call=1 + device, device=device, cat="gpu_memcpy", bytes=5000)
+    path = build.write(tmp_path / "t.json")
+    assert run_fettle("trace", "bandwidth", path, "--output", tmp_path / "chart.json").code == 0
+    lines = {row["series"] for row in _drawn(tmp_path / "chart.json")}
+    assert lines == {"Memcpy HtoD, device 0", "Memcpy HtoD, device 1"}
+
+
 def test_where_one_rank_is_taken_it_is_said(tmp_path: Path, run_fettle: Run) -> None:
     ranks, out = tmp_path / "ranks", tmp_path / "out"
     ranks.mkdir()
@@ -201,6 +243,8 @@ def test_where_one_rank_is_taken_it_is_said(tmp_path: Path, run_fettle: Run) -> 
         (["compare", "nowhere.json", "nowhere.json", "--output", "x.bmp"], "ends in .html or .png or .svg or .json"),
         (["compare", "nowhere.json", "nowhere.json", "--output", "."], "ends in .html or .png or .svg or .json"),
         (["critical", "nowhere.json", "--overlay", "."], "it is a folder"),
+        (["augment", "nowhere.json", "--output", "model.py"], "ends in .json or .gz"),
+        (["record", "nowhere.py:step", "--output", "nowhere.py"], "ends in .json or .gz"),
     ],
 )
 def test_what_cannot_be_written_is_said_before_the_trace_is_read(args: list[str], said: str, run_fettle: Run) -> None:
@@ -212,6 +256,14 @@ def test_what_cannot_be_written_is_said_before_the_trace_is_read(args: list[str]
 def test_a_moment_is_shown_as_it_is_where_it_was_asked_for(tmp_path: Path, run_fettle: Run) -> None:
     path = training(3).write(tmp_path / "t.json")
     assert "1.000" in run_fettle("trace", "sql", path, "select start_ns from steps where step = 0").out
+
+
+def test_a_name_in_a_trace_cannot_steer_the_terminal_by_an_error(tmp_path: Path, run_fettle: Run) -> None:
+    path = Build().add("user_annotation", "\x1b[31mred", 0, 9).op("aten::mm", 1, 5).write(tmp_path / "t.json")
+    said = run_fettle("trace", "account", path, "--annotation", "step")
+    assert said.code == 2
+    assert "[31mred" in said.err
+    assert "\x1b" not in said.err
 
 
 @pytest.mark.parametrize(
@@ -333,6 +385,22 @@ def test_a_chart_of_many_collectives_reaches_to_the_end_of_the_trace() -> None:
     assert drawn["bytes"].max() > 2.9 * MAX_ROWS
 
 
+def test_a_step_of_many_ranks_is_drawn_by_its_longest_events(tmp_path: Path) -> None:
+    from fettle.trace.report.charts.look import MAX_ROWS
+    from fettle.trace.report.path import timeline
+
+    traces = []
+    for rank in range(20):
+        build = Build(distributedInfo={"rank": rank}).step(0, 0, 5000)
+        for i in range(400):
+            build.kernel("gemm", 10 + 10 * i, 5, call=1 + 10 * i)
+        traces.append(build.load(tmp_path, f"{rank}.json"))
+    section = timeline(traces)
+    assert section is not None
+    drawn = [len(rows) for rows in section.charts[1].spec["datasets"].values()]
+    assert MAX_ROWS // 2 < max(drawn) <= MAX_ROWS
+
+
 def test_thinned_lines_keep_their_peaks() -> None:
     from fettle.trace.report.charts.lines import thin_steps
     from fettle.trace.report.charts.look import MAX_ROWS
@@ -366,6 +434,13 @@ def test_the_augmented_trace_holds_the_old_and_the_new(tmp_path: Path) -> None:
         assert sum(e["dur"] for e in events if e.get("cat") == "critical_path") == pytest.approx(300)
         with pytest.raises(UsageError):
             T.augment(trace, path)
+
+
+def test_an_augmented_trace_is_compressed_where_its_name_says_so(tmp_path: Path, run_fettle: Run) -> None:
+    path = training(3).write(tmp_path / "t.json")
+    assert run_fettle("trace", "augment", path, "--output", tmp_path / "new.json.gz").code == 0
+    events = json.loads(gzip.decompress((tmp_path / "new.json.gz").read_bytes()))["traceEvents"]
+    assert len(events) > len(training(3).events)
 
 
 def test_a_trace_that_was_cut_off_is_augmented_as_far_as_it_goes(tmp_path: Path, run_fettle: Run) -> None:

@@ -10,6 +10,7 @@ import errno
 import io
 import os
 import platform
+import re
 import signal
 import sys
 import threading
@@ -187,6 +188,7 @@ def _known_options() -> set[str]:
 
 
 def _fail(message: str, code: int = 2) -> NoReturn:
-    line = escape(" ".join(message.split()))  # a message may hold brackets: [batch], torch-fettle[ray]
+    # a message may hold brackets, [batch] and torch-fettle[ray], and what a file from outside says to a terminal
+    line = escape(re.sub("[\x00-\x1f\x7f-\x9f]", "\ufffd", " ".join(message.split())))
     console(error=True, soft_wrap=True).print(f"[bold red]fettle:[/] {line}")
     sys.exit(code)

@@ -130,6 +130,6 @@ def bandwidth(traces: list[Trace]) -> Answer:
     """
     return Answer(
         {"bandwidth": joined(traces, T.bandwidth_summary)},
-        chart=lambda charts: charts.step_line(T.copy_bandwidth(traces[0]), "gb_per_s", series="name", unit="GB/s"),
+        chart=lambda charts: charts.bandwidth_chart(T.copy_bandwidth(traces[0])),
         long=lambda: {"series": joined(traces, T.copy_bandwidth)},
     )

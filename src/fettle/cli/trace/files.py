@@ -22,7 +22,6 @@ from fettle.cli.trace.shared import (
     question,
 )
 from fettle.errors import UsageError, refusing
-from fettle.files import check_writable
 from fettle.trace.analyses import hta as h
 from fettle.trace.frames import joined
 from fettle.trace.model import Trace
@@ -76,7 +75,9 @@ def sql(
 def augment(
     source: Source,
     target: Annotated[Path | None, typer.Argument(hidden=True, help="earlier spelling of --output")] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="the new trace (.json)")] = Path("augmented.json"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="the new trace (.json, .json.gz)")] = Path(
+        "augmented.json"
+    ),
     fresh: Fresh = False,
     as_json: Json = False,
 ) -> None:
@@ -85,7 +86,7 @@ def augment(
     fettle trace augment trace.json.gz --output for-perfetto.json
     """
     output = target or output
-    check_writable(output)
+    _options.check_file(output, ".json", ".gz")
     trace = open_one(source, fresh)
     added = T.augment(trace, output, path=T.critical_path(trace))
     text = f"wrote {output}: {count_text(added, 'event')} added"
@@ -134,6 +135,7 @@ def record(
     """
     from fettle.workload import find_target
 
+    _options.check_file(output, ".json", ".gz")
     with _show.bar("recording") as show, _quiet.users_code_quiet():
         step = find_target(target).function()
         with T.record(

@@ -123,11 +123,13 @@ def memory(traces: list[Trace]) -> Answer:
     timeline = joined(traces, T.memory_timeline)
     if not timeline.height:
         raise UsageError("no memory events in this trace: record with profile_memory=True")
-    shown = timeline.with_columns(mib=pl.col("held_bytes") / 2**20)
+    where = pl.format("rank {}, {}", "rank", "device") if len(traces) > 1 else pl.col("device")
+    since = pl.col("ts_ns") - pl.col("ts_ns").min().over("rank")  # ranks may have clocks of their own
+    shown = timeline.with_columns(where=where, ts_ns=since, mib=pl.col("held_bytes") / 2**20)
     has_totals = (timeline["allocated_bytes"] >= 0).all()
     return Answer(
         {"peak": joined(traces, T.memory_peak)},
         {} if has_totals else {"bytes": "since the trace began; what the allocator held in all is not in it"},
-        chart=lambda charts: charts.step_line(shown, "mib", series="device", unit="MiB"),
+        chart=lambda charts: charts.step_line(shown, "mib", series="where", unit="MiB"),
         long=lambda: {"timeline": timeline},
     )

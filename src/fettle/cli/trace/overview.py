@@ -137,7 +137,7 @@ def idle(
     frame = pl.concat(frames)
     missing = {f"rank {t.rank} device {d}": missing_information(t, d, step) for t in traces for d in t.device_keys}
     missing = {place: text for place, text in missing.items() if text}
-    notes: dict[str, Any] = {"streams": "over the whole trace", **step_windows(own_end), **next_command(traces)}
+    notes: dict[str, Any] = {"of each stream": "over the whole trace", **step_windows(own_end), **next_command(traces)}
     notes |= {"missing": missing} if as_json else {f"missing for {place}": text for place, text in missing.items()}
     shown = {"idle": frame, "streams": joined(traces, T.idle_streams)}
     return Answer(shown, notes, lambda charts: charts.bar_chart(frame, "cause", "idle_ns"))

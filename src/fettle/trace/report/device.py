@@ -131,8 +131,7 @@ def queues(traces: list[Trace]) -> Section | None:
             section.chart(f"Queue length{rank}", line)
         series = copy_bandwidth(trace)
         if series.height:
-            line = charts.step_line(series, "gb_per_s", series="name", unit="GB/s")
-            section.chart(f"Bandwidth of copies{rank}", line)
+            section.chart(f"Bandwidth of copies{rank}", charts.bandwidth_chart(series))
     section.table("Queue length, weighted by time", frame, rows=32)
     section.table("Copies", copies)
     return section

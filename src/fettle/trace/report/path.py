@@ -21,6 +21,7 @@ from fettle.trace.frames import frame_of, joined
 from fettle.trace.kinds import Kind, short_kernel_name
 from fettle.trace.model import Ints, Trace
 from fettle.trace.report import charts
+from fettle.trace.report.charts.look import MAX_ROWS
 from fettle.trace.report.section import Section, ms
 from fettle.units import size_text
 
@@ -124,8 +125,9 @@ def timeline(traces: list[Trace]) -> Section | None:
     section.chart(caption, charts.blocks(lanes.frame(), "milliseconds"))
     if len(traces) > 1:
         together = Lanes(low, high)
+        most = min(TIMELINE_EVENTS // min(len(traces), 4), MAX_ROWS // min(len(traces), TIMELINE_ROWS // 2))
         for one, shift in zip(traces, clock_shifts(traces).values(), strict=True):
-            together.devices(one, shift, f"rank {one.rank} ", TIMELINE_EVENTS // min(len(traces), 4))
+            together.devices(one, shift, f"rank {one.rank} ", most)
         section.chart("Device streams of all ranks at that time", charts.blocks(together.frame(), "milliseconds"))
     return section
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +21,8 @@ MAX_POINTS = 1_000_000
 
 
 def augment(trace: Trace, target: Path, *, path: CriticalPath | None = None) -> int:
-    """Copy the trace to `target` (JSON) with counters of queue length and copy bandwidth, and the critical path, if
-    any.
+    """Copy the trace to `target` with counters of queue length and copy bandwidth, and the critical path, if any: as
+    JSON, compressed where the name ends in `.gz`.
 
     Returns the number of added events. The source is copied as it is, byte for byte, around the added events.
 
@@ -31,7 +32,11 @@ def augment(trace: Trace, target: Path, *, path: CriticalPath | None = None) -> 
     if target.exists() and target.resolve() == trace.path.resolve():
         raise UsageError("the augmented trace must not overwrite the trace")
     added = 0
-    with trace.path.open("rb") as file, whole(target) as partial, partial.open("wb") as out:
+    with (
+        trace.path.open("rb") as file,
+        whole(target) as partial,
+        gzip.open(partial, "wb") if target.suffix == ".gz" else partial.open("wb") as out,
+    ):
         source = Counted(text_of(file))
         head, beyond = find_start(source)
         out.write(head)

@@ -85,7 +85,9 @@ def _labels(base: Any, column: str, above: int) -> Any:
 
 
 def bar_chart(frame: pl.DataFrame, label: str, value_ns: str, *, color: str | None = None) -> Any:
-    """Horizontal bars of a time column, longest first, each under its label. Negative values point to the left."""
+    """Horizontal bars of a time column, longest first, each under its label: what has the same one, as on several
+    ranks, is added up. Negative values point to the left."""
+    frame = frame.group_by(label, *([color] if color else []), maintain_order=True).agg(pl.col(value_ns).sum())
     whole = float(frame[value_ns].abs().sum() or 1)
     shown = (
         frame.filter(pl.col(value_ns) != 0)

@@ -23,6 +23,12 @@ def step_line(frame: pl.DataFrame, value: str, *, series: str, unit: str, area: 
     return sized(marked.encode(x=milliseconds("ms"), y=y, color=colour("series", names)), 190)
 
 
+def bandwidth_chart(frame: pl.DataFrame) -> Any:
+    """Bandwidth of copies over time, one line a name and device: columns of `copy_bandwidth`."""
+    named = frame.with_columns(name=pl.format("{}, device {}", "name", "device"))
+    return step_line(named, "gb_per_s", series="name", unit="GB/s")
+
+
 def thin_steps(frame: pl.DataFrame, value: str, series: str) -> pl.DataFrame:
     """At most four points a series and slice of time: the first, the lowest, the highest and the last."""
     if frame.height <= MAX_ROWS:
