@@ -39,8 +39,8 @@ from fettle.techniques import (
 )
 from fettle.techniques._exported import flatten
 from fettle.techniques._pipeline import Part, calls_of_parts, put_part
+from fettle.techniques._ranks import endless
 from fettle.techniques._source import preamble
-from fettle.techniques.batch import endless
 from fettle.techniques.compile import During
 from fettle.techniques.cuda_graphs import Graphed
 from fettle.techniques.precision import to_16_bits

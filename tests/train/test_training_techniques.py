@@ -16,7 +16,7 @@ import torch
 
 from fettle.recipe import Recipe
 from fettle.techniques import CATALOGUE, Facts, bundles, conflict, find, load, source
-from fettle.techniques._ranks import join_ranks, own_rows, split_state
+from fettle.techniques._ranks import endless, join_ranks, own_rows, split_state
 from fettle.techniques.accumulate import split
 from fettle.techniques.batch import joined
 from fettle.techniques.convolution import convolutions_by_products, the_faster
@@ -520,6 +520,22 @@ def test_ranks_cut_an_incomplete_batch_into_equally_many_parts(rows, world):
 def test_a_batch_in_which_no_rows_are_found_is_no_larger_one(change):
     with pytest.raises(ValueError, match="SimpleNamespace has no tensor with rows"):
         change(SimpleNamespace(ids=[torch.rand(4, 2)]))
+
+
+@pytest.mark.parametrize("again", [endless, lambda data: own_rows(data, 0, 2), lambda data: joined(data, 1)])
+def test_data_that_can_be_gone_through_only_once_ends_in_an_error(again):
+    """As of a dataset whose iterator is a generator that it holds: looking for its batches again would never end."""
+
+    class Once:
+        batches = iter([torch.ones(4, 2)] * 3)
+
+        def __iter__(self):
+            return self.batches
+
+    met = again(Once())
+    assert len([next(met) for _ in range(3)]) == 3
+    with pytest.raises(ValueError, match="cannot be gone through again"):
+        next(met)
 
 
 def test_a_batch_may_be_an_object_that_holds_tensors():

@@ -50,7 +50,7 @@ if __name__ == "__main__":
 
 
 def loop(titled: list[tuple[str, Code]], facts: Facts) -> list[str]:
-    """The function ``train``; the loop gets its batches from `fettle.techniques.batch.endless`."""
+    """The function ``train``; the loop gets its batches from `endless`."""
     found = [code for _, code in titled]
     body = [
         "def train(model, make_optimizer, loss, data):",

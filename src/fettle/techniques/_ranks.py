@@ -52,16 +52,26 @@ def join_ranks(device_type: str, offloaded: bool = False) -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
+def endless(data: Any) -> Any:
+    """The batches of `data` again and again. Raises ValueError where a pass has none."""
+    some = True
+    while some:
+        some = False
+        for batch in data:
+            some = True
+            yield batch
+    raise ValueError("the training data ends and cannot be gone through again: give a list or a DataLoader that can")
+
+
 def own_rows(data: Any, rank: int, world: int) -> Any:
     """The rank's rows of every batch of `data`, without end: all ranks together train on the batches as given. Of a
     last batch that cannot be spread evenly the rows left over are left out: ranks that cut their rows into parts must
     have equally many, or their gradients would be added up with those of another part."""
-    while True:
-        for batch in data:
-            rows = rows_in(batch)
-            if rows < world:
-                raise ValueError(f"a batch of {rows} rows cannot be spread over {world} ranks")
-            yield share_of(batch, rank, world)
+    for batch in endless(data):
+        rows = rows_in(batch)
+        if rows < world:
+            raise ValueError(f"a batch of {rows} rows cannot be spread over {world} ranks")
+        yield share_of(batch, rank, world)
 
 
 def forward_of_torch(module: torch.nn.Module) -> bool:

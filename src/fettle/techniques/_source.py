@@ -25,8 +25,8 @@ from fettle.techniques._catalogue import batch_factor, codes, uses_ranks
 from fettle.techniques._generation import writing
 from fettle.techniques._loop import LOOP_MAIN, LOOP_USE, loop
 from fettle.techniques._pipeline import Part, calls_of_parts, put_part
+from fettle.techniques._ranks import endless
 from fettle.techniques._state_kept import STATE_KEPT
-from fettle.techniques.batch import endless
 from fettle.workload import Target, map_tensors, spread
 
 _BEFORE_START = ("LD_PRELOAD", "MALLOC_CONF")

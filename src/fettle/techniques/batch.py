@@ -5,14 +5,8 @@ from typing import Any
 import torch
 
 from fettle.techniques._base import BOTH, Code, Facts, Level, Recipe, Technique, register
-from fettle.techniques._ranks import ROWS, rows_in, tensors_in
+from fettle.techniques._ranks import ROWS, endless, rows_in, tensors_in
 from fettle.workload import map_tensors
-
-
-def endless(data: Any) -> Any:
-    """The batches of `data` again and again."""
-    while True:
-        yield from data
 
 
 def joined(data: Any, count: int) -> Any:

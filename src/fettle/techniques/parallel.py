@@ -13,6 +13,7 @@ from fettle.techniques._base import TRAINING, Bundle, Code, Facts, Level, Recipe
 from fettle.techniques._ranks import (
     ROWS,
     SPLIT,
+    endless,
     join_ranks,
     modules_by_size,
     own_rows,
@@ -114,7 +115,7 @@ class Parallel(Technique):
         lines += _HOOKS[recipe.levels.get("ddp_compress", "none")]
         zero1 = level == "zero1"
         return Code(
-            helpers=(join_ranks, *ROWS, own_rows, *((split_state,) if zero1 else ())),
+            helpers=(join_ranks, *ROWS, endless, own_rows, *((split_state,) if zero1 else ())),
             prepare=tuple(lines),
             optimizer=("optimizer = split_state(optimizer)",) if zero1 else (),
         )
@@ -143,7 +144,8 @@ def _on_mesh(level: str, recipe: Recipe, facts: Facts) -> Code:
         rows = 'mesh["shard"].get_local_rank(), mesh["shard"].size()' if level in TENSOR else "rank, world"
         over = 'mesh["shard"]' if level in TENSOR else "mesh"
         sharded, used = _sharded(level, recipe, facts, over)
-        lines, helpers = [*lines, f"data = own_rows(data, {rows})", *sharded], [*helpers, *ROWS, own_rows, *used]
+        lines += [f"data = own_rows(data, {rows})", *sharded]
+        helpers += [*ROWS, endless, own_rows, *used]
     lines.append("parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]")
     return Code(helpers=tuple(helpers), prepare=tuple(lines))
 
