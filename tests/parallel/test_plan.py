@@ -183,6 +183,27 @@ def test_the_batch_of_a_loader_that_shuffles_is_planned(monkeypatch: pytest.Monk
     assert [row.failed for row in plan_for_study(loader, 2, None)[0].predictions] == [""]
 
 
+def test_ranks_of_a_study_share_the_rows_whatever_is_counted_as_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fettle.parallel.study._strategies_for", lambda *given: [parse_strategy("ddp")])
+    (plain,), (counted,) = (
+        plan_for_study(find_target(f"{HERE}:{name}"), 2, None)[0].predictions for name in ("workload", "counted")
+    )
+    assert counted.parts == plain.parts
+
+
+def test_the_optimizer_of_a_plan_is_made_of_what_is_trained() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    model[0].requires_grad_(False)
+
+    def optimizer(parameters):
+        own = list(parameters)
+        assert all(parameter.requires_grad for parameter in own)
+        return torch.optim.SGD(own, lr=0.1)
+
+    work = fettle.TrainingWorkload(model, optimizer, lambda model, batch: model(batch).mean(), [torch.ones(4, 8)])
+    assert plan(work, 2, strategies=[Strategy()], device="cpu").optimizer == "SGD"
+
+
 @pytest.mark.parametrize(
     ("ranks", "options", "why"),
     [

@@ -42,6 +42,11 @@ def workload(loss=loss_of):
     return {"model": Net(), "optimizer": optimizer, "loss": loss, "data": [batch]}
 
 
+def counted():
+    """Its samples are tokens, say, of which each row has sixteen."""
+    return {**workload(), "samples": 16 * 128}
+
+
 def llama():
     return _decoder("Llama")
 

@@ -19,13 +19,13 @@ from fettle.parallel.plan import Plan, build_fake, cheapest, plan
 from fettle.parallel.strategies import KINDS, Strategy, mesh_shape, parse_strategy, row_shares
 from fettle.techniques import find, repeated_blocks, tensor_plan
 from fettle.units import size_text
-from fettle.workload import Target
+from fettle.workload import Target, rows_of
 
 
 def plan_for_study(target: Target, ranks: int, device_memory_bytes: int | None, nodes: int = 1) -> tuple[Plan, str]:
     """Plan each strategy for `ranks` ranks that share the workload's batch; (plan, note of how it was built)."""
     workload, mode, note = build_fake(target)
-    rows, per_node = workload.rows, max(1, ranks // nodes)
+    rows, per_node = rows_of(workload.first), max(1, ranks // nodes)
     whole = dataclasses.replace(workload, name=workload.name or target.name)
     device = next(workload.model.parameters()).device.type
     options: dict[str, Any] = {"device_memory_bytes": device_memory_bytes, "device": device, "mode": mode,
