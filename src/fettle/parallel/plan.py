@@ -137,7 +137,7 @@ def plan(
     if device_memory_bytes is not None:
         most = device_memory_bytes * (1 - headroom)
         plans = [item if item.failed else replace(item, fits=item.peak_bytes <= most) for item in plans]
-    optimizer = workload.optimizer(list(workload.model.parameters()))
+    optimizer = workload.make_optimizer(workload.trained)
     return Plan(
         name=workload.name or type(workload.model).__name__,
         world_size=world_size,
@@ -269,7 +269,7 @@ def _optimizer_with_state(
     workload: TrainingWorkload, parameters: Sequence[torch.nn.Parameter], device: str
 ) -> torch.optim.Optimizer:
     """The workload's optimizer after a first step, which makes its state."""
-    optimizer = workload.optimizer(parameters)
+    optimizer = workload.make_optimizer(parameters)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if held.isdisjoint(map(id, parameters)):
         raise UsageError(

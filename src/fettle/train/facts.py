@@ -11,7 +11,6 @@ import torch
 from torch.nn.modules import batchnorm
 from torch.nn.utils.stateless import _reparametrize_module
 
-from fettle.errors import UsageError, refusing, type_text
 from fettle.techniques import Facts, probe_facts, repeated_blocks
 from fettle.train.workload import TrainingWorkload, settings_of
 from fettle.workload import Workload
@@ -25,10 +24,7 @@ def training_facts(workload: TrainingWorkload, *, allow_batch: bool = False) -> 
     batches = list(itertools.islice(iter(workload.data), MOST_BATCHES))
     loss = workload.loss
     plain = Workload(workload.model, [(batch,) for batch in batches], call=lambda model, batch: loss(model, batch))
-    with refusing("the optimizer factory raised"):
-        optimizer = workload.optimizer(workload.trained)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"the optimizer factory returned {type_text(optimizer)}, not a torch.optim.Optimizer")
+    optimizer = workload.make_optimizer(workload.trained)
     loader = workload.data if isinstance(workload.data, torch.utils.data.DataLoader) else None
     return replace(
         probe_facts(plain, allow_batch=allow_batch),

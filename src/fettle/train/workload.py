@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fettle.errors import UsageError, type_text
+from fettle.errors import UsageError, first_line, place, type_text
 from fettle.structure import ADDRESS
 from fettle.workload import (
     AUTO,
@@ -116,6 +116,16 @@ class TrainingWorkload:
     def trained(self) -> list[torch.nn.Parameter]:
         """The parameters that require a gradient, which the optimizer is given."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def make_optimizer(self, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer of these parameters. Raises `UsageError` where the factory makes none."""
+        try:
+            made = self.optimizer(parameters)
+        except Exception as error:
+            raise UsageError(f"the optimizer factory raised {first_line(error)}{place(error)}") from error
+        if not isinstance(made, torch.optim.Optimizer):
+            raise UsageError(f"the optimizer factory returned {type_text(made)}, not a torch.optim.Optimizer")
+        return made
 
     @property
     def rows(self) -> int:
@@ -219,7 +229,7 @@ def load_training(target: Target, seed: int = 0, made: object = None) -> Trainin
 def training_fingerprint(workload: TrainingWorkload) -> str:
     """A short hash of the initial weights, the first batch and the optimizer's settings."""
     plain = Workload(workload.model, [(workload.first,)])
-    optimizer = workload.optimizer(workload.trained)
+    optimizer = workload.make_optimizer(workload.trained)
     settings = settings_of(optimizer.defaults)
     text = f"{fingerprint(plain)} {type(optimizer).__name__} {settings} {workload.steps} {workload.max_grad_norm}"
     groups = [(settings_of(group), len(group["params"])) for group in optimizer.param_groups]
