@@ -368,6 +368,22 @@ def test_what_was_asked_for_and_cannot_be_had_here_is_said():
     assert ordered == "net: cudnn_benchmark has no level that could be varied here"
 
 
+def test_what_every_recipe_must_have_stays_in_a_study_of_named_techniques():
+    """Of a model in train mode that is eval mode: without it in the space no trial belonged to the study."""
+    workload = opened(Facts(training=True, train_mode_differs=True), techniques={"grad": ["grad", "no_grad"]})
+    assert {*map(str, workload.cells)} == {"baseline", "mode=eval", "grad=no_grad mode=eval"}
+    trials = [Trial(recipe, "measured", time_ms=1.0) for recipe in workload.cells]
+    assert workload.within(trials) == trials
+
+
+def test_a_sensitivity_is_asked_around_a_recipe_of_techniques_that_are_not_named():
+    start, wanted = Recipe.parse("grad=no_grad"), {"channels_last": ["off", "on"]}
+    workload = opened(Facts(num_conv=2), techniques=wanted, design="sensitivity", start=start)
+    assert [*map(str, workload.cells)] == ["baseline", "grad=no_grad", "channels_last=on grad=no_grad"]
+    trials = [Trial(recipe, "measured", time_ms=1.0) for recipe in workload.cells]
+    assert workload.within(trials) == trials
+
+
 def test_an_order_names_a_technique_for_all_parts_of_a_pipeline_or_one():
     parts = {name: Facts(num_conv=2, part=name) for name in ("encoder", "decoder")}
     wanted = {"channels_last": ["off", "on"], "grad": ["grad", "inference_mode"]}

@@ -212,9 +212,14 @@ def _session(target: Target, folder: Path, settings: Settings, on_progress: Plan
 
 
 def _only(space: Space, named: set[str]) -> Space:
-    """The space in which no technique varies but those that are named, by part or for all parts."""
-    kept = {name: levels if named & {name, technique_and_part(name)[0]} else levels[:1]
-            for name, levels in space.choices.items()}  # fmt: skip
+    """The space in which no technique varies but those that are named, by part or for all parts. What every recipe must
+    have stays in it."""
+    required = space.required.levels
+    kept = {
+        name: levels if named & {name, technique_and_part(name)[0]}
+        else tuple(level for level in levels if level in (levels[0], required.get(name)))
+        for name, levels in space.choices.items()
+    }  # fmt: skip
     bundles = [one for one in space.bundles if all(level in kept[name] for name, level in one.levels.items())]
     return replace(space, choices=kept, bundles=bundles)
 
@@ -279,6 +284,9 @@ def _space(workload: Workload, settings: Settings) -> Space:
     if settings.only:
         space = _only(space, {*allowed, *settings.order})
     choices = {PYTHON.name: (PYTHON.default, *workload.environments), **space.choices}
+    for name, level in settings.start.levels.items() if settings.start is not None else ():
+        if level not in choices.get(name, (level,)):  # it was not named, or is one that nobody offers
+            choices[name] = (*choices[name], level)
     names = sorted(choices, key=lambda name: _place(name, settings.order))
     space = replace(space, choices={name: choices[name] for name in names})
     for text in _not_varied(settings, space, session.facts):
