@@ -168,6 +168,7 @@ def test_a_ladder_grows_the_batch_until_the_limit(work: Path, tmp_path: Path, ru
         (["--from-csv", "t.csv", "--design", "pairs"], "--from-csv reads what was measured"),
         (["w.py", "--factor", "machine=1,2"], "rename the argument"),
         (["w.py", "--max-error", "nan"], "max error must be above 0"),
+        (["w.py", "--trial-timeout", "0"], "the trial timeout must be 1 s or more"),
         (["w.py", "--budget", "soon"], "is not a duration"),
         (["absent.py"], "no such file: absent.py"),
         (["--from-csv", "absent.csv", "--response", "y"], "cannot read absent.csv"),
@@ -405,6 +406,14 @@ def test_a_factory_without_that_argument_fails_in_one_line(work: Path, tmp_path:
     with pytest.raises(UsageError, match="has no parameter 'size'"):
         study([str(work)], Settings(arguments={"size": ["1", "2"]}, output=tmp_path), lambda event: None)
 
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [({"confidence": 95.0}, "`confidence` is a share"), ({"output": "out"}, "`output` takes Path, not 'out'")],
+)
+def test_settings_that_cannot_be_are_one_line(options: dict[str, object], says: str, work: Path):
+    with pytest.raises(UsageError, match=says):
+        study([str(work)], Settings(**options), lambda event: None)
 
 @pytest.mark.slow
 def test_what_cannot_run_in_another_environment_is_a_failed_cell(work: Path, tmp_path: Path, run_fettle: Run):

@@ -1,11 +1,16 @@
 """The real session, race and statistics on a machine whose truth is known: from recipes to the surprise."""
 
+import math
 from dataclasses import replace
 
+import pytest
+
+from fettle.estimates import student
+from fettle.measure import Interval, Trial
 from fettle.recipe import Recipe
 from fettle.studies import designs
 from fettle.studies.analysis import analyse
-from fettle.studies.outcome import Measured, table_of
+from fettle.studies.outcome import TIME, Measured, table_of
 from tests.tuning.simulated import World, made_up_space, session_in
 
 NAMES = ("mode", "grad", "precision", "channels_last")
@@ -51,3 +56,17 @@ def test_without_equal_rounds_the_race_ends_when_the_leader_is_certain(monkeypat
     cells = [Recipe.parse(text) for text in ("baseline", "precision=bf16 channels_last=on", "channels_last=on")]
     trials = session.measure(cells)
     assert all(trial.rounds < 7 for trial in trials)
+
+
+def test_the_error_of_a_time_is_the_same_whatever_the_level_of_its_interval():
+    given, faster = Trial(Recipe(), "measured", time_ms=2.0), Recipe({"precision": "bf16"})
+
+    def error(confidence: float) -> float:
+        half = student(math.inf, 1 - confidence) * 0.1
+        ratio = Interval(2.0, 2.0 * math.exp(-half), 2.0 * math.exp(half))
+        trials = [given, Trial(faster, "measured", time_ms=1.0, speedup=ratio)]
+        choices = {"precision": ("fp32", "bf16")}
+        table = table_of([Measured("net", {}, choices, trials, confidence=confidence)], {})
+        return table.experiments[1].errors[TIME]
+
+    assert [error(0.8), error(0.95), error(0.99)] == [pytest.approx(0.1)] * 3

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from fettle.estimates import student
 from fettle.machine import Machine
 from fettle.measure import Interval, Trial, by_round
 from fettle.recipe import Recipe
@@ -22,7 +23,6 @@ RESPONSES = (
 )
 _LEAST_ERROR = 1e-7
 """Relative errors below this are the rounding of float32, and as good as none."""
-_NORMAL = 1.96
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,8 @@ class Measured:
     machine: str = ""
     hosts: Mapping[str, str] = field(default_factory=dict)
     """By recipe: the name of the very machine."""
+    confidence: float = 0.95
+    """The level of its trials' intervals."""
 
 
 def table_for(workloads: Sequence[Workload], arguments: Mapping[str, Sequence[str]]) -> Table | None:
@@ -128,7 +130,7 @@ def _row(
         values[ERROR] = max(trial.accuracy.error, _LEAST_ERROR)
     errors = {}
     if ratio is not None and 0 < ratio.low <= ratio.high < math.inf:
-        errors[TIME] = (math.log(ratio.high) - math.log(ratio.low)) / 2 / _NORMAL
+        errors[TIME] = (math.log(ratio.high) - math.log(ratio.low)) / 2 / student(math.inf, 1 - one.confidence)
     elif not trial.recipe.levels:
         errors[TIME] = 0.0  # each speed-up is against it, and has its error
     times = {abs(number): ms for number, ms in by_round(trial.slices).items()}
@@ -146,7 +148,7 @@ def _measured(workload: Workload) -> list[Measured]:
     every = [(here, workload.trials()), *((machine, workload.within(trials)) for machine, trials in others)]
     return [
         Measured(workload.group, workload.arguments, choices, trials, names[machine.id],
-                 session.study.on(machine.id).hosts())
+                 session.study.on(machine.id).hosts(), session.standings.confidence)
         for machine, trials in every
     ]  # fmt: skip
 

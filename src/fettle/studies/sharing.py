@@ -85,7 +85,8 @@ def elsewhere(session: Session) -> list[tuple[Machine, list[Trial]]]:
     others = []
     for name, facts in session.study.machines().items():
         if name != this_one(session).id:
-            trials = recalled(session.study.on(name), session.environments, session.standings.judge)
+            own, known = session.study.on(name), session.standings
+            trials = recalled(own, session.environments, known.judge, known.confidence)
             if trials:
                 others.append((msgspec.convert(facts, Machine), trials))
     return others

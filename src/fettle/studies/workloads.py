@@ -23,7 +23,7 @@ from fettle.studies.settings import Settings
 from fettle.studies.table import MACHINE
 from fettle.study import OtherWorkload
 from fettle.techniques import CATALOGUE, PYTHON, Facts, check_names, factors
-from fettle.tuning import Event, OnProgress, Options, Session, check_limits, check_techniques, space_for, writable
+from fettle.tuning import Event, OnProgress, Options, Session, check_options, check_techniques, space_for, writable
 from fettle.workload import Target, check_mode, find_target
 
 REPLICATES = 2
@@ -88,7 +88,7 @@ class PlanProgress:
 def _check(settings: Settings) -> None:
     designs.check(settings.design, settings.cells)
     check_mode(settings.mode)
-    check_limits(settings.limits)
+    check_options(_options(settings))
     check_techniques(settings.techniques)
     if settings.only and not (settings.techniques or settings.order or settings.pythons or settings.arguments):
         raise UsageError("`only`: name the techniques that are varied, `technique='NAME=LEVEL,LEVEL'`")
@@ -199,13 +199,17 @@ def _check_same(session: Session) -> None:
             )
 
 
-def _session(target: Target, folder: Path, settings: Settings, on_progress: PlanProgress) -> Session:
-    options = Options(
-        limits=settings.limits, output=folder, storage=settings.storage,
-        study=f"{settings.name}/{target.name}" if settings.name else None, confidence=settings.confidence,
+def _options(settings: Settings) -> Options:
+    return Options(
+        limits=settings.limits, output=settings.output, storage=settings.storage, confidence=settings.confidence,
         budget_s=settings.budget_s, trial_timeout_s=settings.trial_timeout_s, under_load=settings.under_load,
         polite=settings.polite,
     )  # fmt: skip
+
+
+def _session(target: Target, folder: Path, settings: Settings, on_progress: PlanProgress) -> Session:
+    name = f"{settings.name}/{target.name}" if settings.name else None
+    options = replace(_options(settings), output=folder, study=name)
     session = Session(target, options, on_progress, started=on_progress.began)
     session.costs = replace(session.costs, confirms=False)
     return session

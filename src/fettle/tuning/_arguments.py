@@ -56,7 +56,7 @@ def check_options(options: Options) -> None:
         raise UsageError(f"`first`: there is no technique {unknown[0]!r}")
     if options.atlas is not None and options.design != "auto":
         raise UsageError(f"`atlas` tells the design auto where to begin, and this is `design='{options.design}'`")
-    check_limits(options.limits)
+    _check_limits(options.limits)
     if options.budget_s is not None and not options.budget_s >= 0:
         raise UsageError(f"an impossible limit: budget must be above 0, or 0 for none, and is {options.budget_s:g}")
     if not 0.5 <= options.confidence < 1:
@@ -86,7 +86,7 @@ def _check_types(given: Any) -> None:
             raise UsageError(f"`{name}` takes {type(given).__annotations__[name]}, not {value!r:.80}")
 
 
-def check_limits(limits: Limits) -> None:
+def _check_limits(limits: Limits) -> None:
     """Raise `UsageError` for limits that nothing could keep."""
     checks = {
         "max error": limits.max_error, "max kl": limits.max_kl, "max spread": limits.max_spread,

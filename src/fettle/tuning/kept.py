@@ -72,10 +72,13 @@ def _read(value: Any, kind: type[T], study: Study) -> T:
         return msgspec.convert(value, kind)
 
 
-def recalled(study: Study, environments: Collection[str] | None = (), judge: Judge | None = None) -> list[Trial]:
+def recalled(
+    study: Study, environments: Collection[str] | None = (), judge: Judge | None = None, confidence: float = 0.95
+) -> list[Trial]:  # fmt: skip
     """What a study knows of one machine, with what all races there say together; None for all environments. Answers
     stay as they were judged, unless there is a `judge` of today's."""
-    standings = Standings("throughput", Limits(), Races(elapsed=bool(study.note("under load"))), judge=judge or Judge())
+    races = Races(elapsed=bool(study.note("under load")))
+    standings = Standings("throughput", Limits(), races, confidence, judge or Judge())
     kept = standings.recall(study, environments, anew=False)
     known = [standings.known[trial.recipe] for trial in kept]
     if judge is not None:
