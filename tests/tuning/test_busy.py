@@ -139,6 +139,24 @@ def test_who_waits_for_others_reads_their_trials_when_there_are_new_ones(tmp_pat
     assert (len(looked), len(read)) == (5, 3)
 
 
+def test_an_interrupt_in_the_middle_of_claiming_gives_back_what_was_claimed(tmp_path, monkeypatch):
+    world = World(time_ms)
+    world.install(monkeypatch)
+    session = session_in(world, tmp_path, None, made_up_space()[1])
+    session.study = Study.open("s", f"sqlite:///{tmp_path}/s.db", "made up", "here")
+    other = Study.open("s", f"sqlite:///{tmp_path}/s.db", "made up", "here")
+    cells = [Recipe({"matmul": "medium"}), Recipe({"precision": "bf16"})]
+
+    def interrupted(recipes):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session.study, "_won", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        session.measure_share(cells, 2)
+    assert other.claim(cells, 2)[0] == cells
+    other.give_back()
+
+
 def test_a_workload_that_failed_in_an_earlier_run_is_measured_by_the_next(tmp_path, monkeypatch):
     world = World(time_ms)
     world.install(monkeypatch)

@@ -210,8 +210,8 @@ class Session:
     def measure_share(self, recipes: Sequence[Recipe], most: int) -> bool | None:
         """Claim at most `most` of `recipes` that no worker on a machine like this one has measured or is about to, and
         measure them: whether there was time for any. None where there is none to claim."""
-        mine, place = self.study.claim([canonical(recipe) for recipe in recipes], most, self.facts)
-        try:
+        try:  # an interrupt in the middle of claiming gives back what was claimed by then
+            mine, place = self.study.claim([canonical(recipe) for recipe in recipes], most, self.facts)
             if mine:
                 self.refresh(anew=False)  # whoever measured a recipe first has measured it for all
                 self._race = SHARED_RACES + place  # no two workers have a race of the same number
