@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import optuna
 from optuna.exceptions import StorageInternalError
 from optuna.storages import RDBStorage
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DataError, DBAPIError, ProgrammingError
 
 from fettle.errors import UsageError, extra, refusing
 
@@ -35,6 +35,8 @@ _BEGINNING = "UNIQUE constraint|already exists"
 """What SQLite says of a file whose tables another is making."""
 
 STORAGE_ERRORS = (StorageInternalError, DBAPIError)
+_REFUSALS = (ProgrammingError, DataError)
+"""What a server says of a lacking permission or table, and of what it cannot hold."""
 _R = TypeVar("_R")
 _answered = set[str]()
 """URLs of the servers that have answered this process."""
@@ -42,13 +44,15 @@ _answered = set[str]()
 
 def outlast(call: Callable[[], _R], seconds: float, *, passes: str = "") -> _R:
     """Ask a storage again while it does not answer, for so many seconds at most, and only where the error says one of
-    the words that the pattern `passes` has."""
-    end = time.monotonic() + seconds
+    the words that the pattern `passes` has. What a server refuses is not waited for, once its tables must be there."""
+    began = time.monotonic()
     while True:
         try:
             return call()
         except STORAGE_ERRORS as error:
-            if time.monotonic() > end or not re.search(passes, f"{error} {error.__cause__}"):
+            is_refused = isinstance(error, _REFUSALS) or isinstance(error.__cause__, _REFUSALS)
+            most = min(seconds, _BEGINNING_S) if is_refused else seconds
+            if time.monotonic() - began > most or not re.search(passes, f"{error} {error.__cause__}"):
                 raise
             time.sleep(0.5 + secrets.randbelow(1000) / 1000)
 

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import msgspec
 import polars
 import pytest
-from sqlalchemy.exc import IntegrityError
+from optuna.exceptions import StorageInternalError
+from sqlalchemy.exc import IntegrityError, ProgrammingError
 
 from fettle import storage as room
 from fettle.errors import UsageError
@@ -132,6 +133,21 @@ def test_of_two_that_make_a_storage_at_once_the_other_opens_it(tmp_path: Path, m
     monkeypatch.setattr(room, "RDBStorage", make)
     monkeypatch.setattr(room, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: None))
     assert room.open_storage(f"sqlite:///{tmp_path / 's.db'}").get_all_studies() == []
+
+def test_what_a_server_refuses_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    def denied() -> None:
+        raise StorageInternalError("") from ProgrammingError("INSERT", {}, Exception("permission denied for studies"))
+
+    monkeypatch.setattr(room, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    with pytest.raises(StorageInternalError):
+        room.outlast(denied, room.OUTAGE_S)
+    assert now[0] < room.OUTAGE_S / 10
+
 
 
 def test_a_storage_is_shown_without_its_password():
