@@ -353,6 +353,17 @@ def test_a_target_on_which_nothing_can_vary_does_not_end_a_study_of_several():
     alone = opened(Facts(num_linear=2), arguments={"batch": ["1", "4"]})  # which varies outside of it
     assert (alone.failure, alone.cells) == ("", [Recipe()])
 
+def test_a_workload_that_cannot_be_built_is_said_when_a_study_is_begun_for_workers(monkeypatch):
+    said = list[str]()
+    both = [Workload(name, {}, SimpleNamespace(note=said.append)) for name in ("net", "net batch=64")]
+    both[0].cells, both[1].failure = [Recipe()], "the factory raised ValueError: too large a batch"
+    monkeypatch.setattr(running, "workloads_of", lambda *given: both)
+    for name in ("agree", "open_workload", "announce"):
+        monkeypatch.setattr(running, name, lambda *given: None)
+    assert running.enqueue(["net.py"], Settings(), print) == {"net": 1, "net batch=64": 0}
+    assert said == ["net batch=64 has no combinations: the factory raised ValueError: too large a batch"]
+
+
 
 @pytest.mark.parametrize("design", ["ladder", "ablation"])
 def test_a_recipe_that_cannot_work_here_is_no_beginning(design: str):

@@ -17,7 +17,6 @@ from fettle.atlas import read_atlas, weights_of
 from fettle.errors import UsageError
 from fettle.machine import this_machine
 from fettle.measure import close_all
-from fettle.procs.limits import allow_open_files
 from fettle.recipe import Recipe
 from fettle.search import Guide, auto, removals, steps
 from fettle.studies import designs
@@ -42,7 +41,6 @@ def study(targets: Sequence[str], settings: Settings, on_progress: OnProgress, *
     `UsageError` for bad input; a workload that cannot be built with some of its arguments is a failed experiment,
     unless all are.
     """
-    allow_open_files()  # each workload has its storage and its lock open
     began = time.monotonic()
     progress = PlanProgress(on_progress, began)
     rows = read_atlas(settings.atlas) if settings.atlas is not None else ()
@@ -115,6 +113,9 @@ def enqueue(targets: Sequence[str], settings: Settings, on_progress: OnProgress)
         close_all()
     if all(workload.failure for workload in workloads):
         raise UsageError(workloads[0].failure)
+    for workload in workloads:
+        if workload.failure:
+            workload.session.note(f"{workload.name} has no combinations: {workload.failure}")
     announce(orders, settings)
     return {workload.name: len(workload.cells) for workload in workloads}
 

@@ -15,6 +15,7 @@ from fettle.errors import UsageError
 from fettle.machine import Machine, installed
 from fettle.measure import Trial
 from fettle.procs.interpreter import Interpreter, find_interpreters, look
+from fettle.procs.limits import allow_open_files
 from fettle.recipe import Recipe, technique_and_part
 from fettle.search import Guide, Space, Step, is_sampled
 from fettle.studies import designs
@@ -163,6 +164,7 @@ def workloads_of(targets: Sequence[str], settings: Settings, progress: PlanProgr
     named = settings.start.levels.get(PYTHON.name, PYTHON.default) if settings.start is not None else PYTHON.default
     if named not in (PYTHON.default, *(one.name for one in interpreters)):
         raise UsageError(f"`recipe`: there is no environment {named!r}: name it, `python='{named}=PATH'`")
+    allow_open_files()  # each workload has its storage and its lock open
     folder = writable(settings.output)
     link = folder / "cache" / "source"
     link.mkdir(parents=True, exist_ok=True)
