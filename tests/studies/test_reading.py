@@ -80,6 +80,8 @@ def test_factors_can_be_named_with_what_was_given(tmp_path):
         (f"{','.join(f'f{n}' for n in range(100))},y\n" + "".join(f"{f'{n},' * 100}{n + 1}\n" for n in (0, 1)),
          {"response": ["y"], "group_by": []},
          "the levels of 100 factors and their pairs are 5,050 effects, and no more than 5,000 are told apart"),
+        ("a,run,y\n" + "".join(f"{n % 2},{n // 2},1\n" for n in range(1002)), {"response": ["y"], "group_by": ["run"]},
+         "`group_by`: no more than 500 groups are analysed, and these are 501"),
     ],
 )  # fmt: skip
 def test_what_is_no_table_is_said_in_one_line(tmp_path, text, options, says):

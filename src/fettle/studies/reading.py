@@ -23,6 +23,8 @@ MOST_LEVELS = 12
 MOST_NAMED_LEVELS = 60
 MOST_EFFECTS = 5_000
 """Levels and pairs of levels that are told apart. Each is a column of the model."""
+MOST_GROUPS = 500
+"""Each is a part of the page, with pictures of its own."""
 _PLAIN = ("as given", "none", "false", "no", "off", "0", "baseline", "default", "float32", "fp32", "torch.float32", "")
 """Levels that usually stand for nothing done, the likeliest first."""
 _LARGER = re.compile(
@@ -57,6 +59,8 @@ def read_csv(
     if both := taken & named.keys():
         raise UsageError(f"`factors`: {sorted(both)[0]} is a response or a group already")
     groups = [" ".join(row[name] for name in group_by) for row in rows]
+    if (count := len(set(groups))) > MOST_GROUPS:
+        raise UsageError(f"`group_by`: no more than {MOST_GROUPS} groups are analysed, and these are {count:,}")
     names = list(named) or [name for name in columns if name not in taken and _is_setting(name, rows, groups)]
     if not names:
         raise UsageError("no column looks like a setting that was varied: name them, `factors`")
