@@ -17,7 +17,7 @@ from fettle.cli.plan import _print
 from fettle.errors import UsageError
 from fettle.parallel import formulas
 from fettle.parallel.plan import Plan, Prediction, build_fake, plan
-from fettle.parallel.report import notes, write_plan
+from fettle.parallel.report import notes, tables, write_plan
 from fettle.parallel.strategies import KINDS, Strategy, parse_strategy, units_of, usual_strategies
 from fettle.parallel.study import plan_for_study
 from fettle.parallel.timeline import PARTS
@@ -307,6 +307,12 @@ def test_a_note_is_made_once_for_all_strategies_that_it_is_about() -> None:
     rows = [replace(made.predictions[0], note=""), *(replace(row, note="one unit") for row in made.predictions[1:])]
     failed = replace(rows[0], strategy="tensor", failed="tensor: it has no pairs")
     assert notes(replace(made, predictions=(*rows, failed))) == ["zero2, zero3: one unit", "tensor: it has no pairs"]
+
+
+def test_a_peak_of_a_thousand_units_is_a_whole_number() -> None:
+    made, _ = planned("ddp")
+    large = replace(made.predictions[0], peak_bytes=1100 << 30, parts={"parameters": 9 << 30, "gradients": 0})
+    assert tables(replace(made, predictions=(large,)))[0].rows[0][:4] == ["ddp", "1100", "9.00", "0"]
 
 
 def test_command(tmp_path: Path) -> None:

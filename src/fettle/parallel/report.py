@@ -76,10 +76,15 @@ def _peaks(made: Plan) -> Table:
     fits = {None: "", True: "yes", False: "no"}
     for item in made.predictions:
         sizes = [item.peak_bytes, *(item.parts.get(part, 0) for part in PARTS)]
-        cells = [f"{size / scale:#.3g}".removesuffix(".") if size else "0" for size in sizes]
+        cells = [_number(size / scale) for size in sizes]
         rows.append([item.strategy, "failed"] if item.failed else [item.strategy, *cells, fits[item.fits]])
         kinds.append("winner" if item.strategy == made.cheapest else "failed" if item.fits is False else "")
     return Table(columns, rows, columns[1:], f"The fullest rank's peak, {unit}", kinds=kinds)
+
+
+def _number(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:.0f}" if value >= 999.5 or not value else f"{value:#.3g}".removesuffix(".")
 
 
 def _sent(made: Plan) -> Table:
