@@ -10,7 +10,7 @@ from fettle.measure import Interval, Trial
 from fettle.recipe import Recipe
 from fettle.studies import designs
 from fettle.studies.analysis import analyse
-from fettle.studies.outcome import TIME, Measured, table_of
+from fettle.studies.outcome import MEMORY, TIME, Measured, table_of
 from tests.tuning.simulated import World, made_up_space, session_in
 
 NAMES = ("mode", "grad", "precision", "channels_last")
@@ -70,3 +70,13 @@ def test_the_error_of_a_time_is_the_same_whatever_the_level_of_its_interval():
         return table.experiments[1].errors[TIME]
 
     assert [error(0.8), error(0.95), error(0.99)] == [pytest.approx(0.1)] * 3
+
+
+def test_a_recipe_whose_time_no_slice_shows_has_none():
+    """What a call took in all, beside whatever had the machine, is no time of the recipe's."""
+    given = Trial(Recipe(), "measured", time_ms=2.0)
+    crowded = Trial(Recipe({"precision": "bf16"}), "measured", time_ms=600.0, is_quiet=False, peak_bytes=1 << 20)
+    rows = table_of([Measured("net", {}, {"precision": ("fp32", "bf16")}, [given, crowded])], {}).experiments
+    assert [row.value(TIME) for row in rows] == [2.0, None]
+    assert rows[1].value(MEMORY) == 1.0
+    assert "others had the machine" in rows[1].reason

@@ -10,6 +10,7 @@ from fettle.estimates import student
 from fettle.machine import Machine
 from fettle.measure import Interval, Trial, by_round
 from fettle.recipe import Recipe
+from fettle.result import ALONE
 from fettle.studies.batches import Grown
 from fettle.studies.sharing import elsewhere, labels, this_one
 from fettle.studies.table import MACHINE, Experiment, Response, Table
@@ -118,12 +119,12 @@ def _row(
         return Experiment(
             levels, {}, one.group, reason=trial.reason or "it was not measured", machine=one.machine, host=host
         )
-    baseline = next((other for other in one.trials if not other.recipe.levels), trial)
-    ratio = trial.speedup if trial.recipe.levels else None
-    given_ms = baseline.time_ms / baseline.samples
-    values = {
-        TIME: given_ms / ratio.estimate if ratio is not None and ratio.estimate > 0 else trial.time_ms / trial.samples
-    }
+    given_ms = next((other.time_ms / other.samples for other in one.trials if not other.recipe.levels), math.nan)
+    ratio = trial.speedup if trial.recipe.levels else ALONE  # each speed-up is against it, and has its error
+    values = dict[str, float]()
+    reason = trial.reason or "others had the machine: its time beside the workload as given is not known"
+    if ratio is not None and ratio.estimate > 0:
+        values[TIME], reason = given_ms / ratio.estimate, trial.reason
     if trial.peak_bytes:
         values[MEMORY] = trial.peak_bytes / 2**20
     if math.isfinite(trial.accuracy.error):
@@ -131,11 +132,9 @@ def _row(
     errors = {}
     if ratio is not None and 0 < ratio.low <= ratio.high < math.inf:
         errors[TIME] = (math.log(ratio.high) - math.log(ratio.low)) / 2 / student(math.inf, 1 - one.confidence)
-    elif not trial.recipe.levels:
-        errors[TIME] = 0.0  # each speed-up is against it, and has its error
     times = {abs(number): ms for number, ms in by_round(trial.slices).items()}
     rounds = tuple((number, ms / trial.samples) for number, ms in sorted(times.items()))
-    return Experiment(levels, values, one.group, errors, trial.reason, rounds, one.machine, host)
+    return Experiment(levels, values, one.group, errors, reason, rounds, one.machine, host)
 
 
 def _measured(workload: Workload) -> list[Measured]:
