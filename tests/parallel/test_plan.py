@@ -183,12 +183,15 @@ def test_the_batch_of_a_loader_that_shuffles_is_planned(monkeypatch: pytest.Monk
     assert [row.failed for row in plan_for_study(loader, 2, None)[0].predictions] == [""]
 
 
-def test_ranks_of_a_study_share_the_rows_whatever_is_counted_as_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("factory", ["counted", "labelled"])
+def test_ranks_of_a_study_share_the_rows_of_any_batch_whatever_is_counted_as_a_sample(
+    factory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("fettle.parallel.study._strategies_for", lambda *given: [parse_strategy("ddp")])
-    (plain,), (counted,) = (
-        plan_for_study(find_target(f"{HERE}:{name}"), 2, None)[0].predictions for name in ("workload", "counted")
+    (plain,), (other,) = (
+        plan_for_study(find_target(f"{HERE}:{name}"), 2, None)[0].predictions for name in ("workload", factory)
     )
-    assert counted.parts == plain.parts
+    assert other.parts == plain.parts
 
 
 def test_the_optimizer_of_a_plan_is_made_of_what_is_trained() -> None:

@@ -1,5 +1,6 @@
 """Small training workloads for the planner's tests; the last ones go wrong on purpose, on rank 1."""
 
+import dataclasses
 import functools
 import os
 import signal
@@ -45,6 +46,18 @@ def workload(loss=loss_of):
 def counted():
     """Its samples are tokens, say, of which each row has sixteen."""
     return {**workload(), "samples": 16 * 128}
+
+
+@dataclasses.dataclass
+class Labelled:
+    images: torch.Tensor
+    labels: torch.Tensor
+
+
+def labelled():
+    """Its batch is an object that torch does not know as a tree."""
+    made = workload(lambda model, batch: nn.functional.cross_entropy(model(batch.images), batch.labels))
+    return {**made, "data": [Labelled(*batch) for batch in made["data"]]}
 
 
 def llama():

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map_only
 
 from fettle.errors import UsageError, first_line
 from fettle.parallel.timeline import Timeline
 from fettle.patches import replaced
+from fettle.workload import map_tensors
 
 
 @contextmanager
@@ -134,4 +134,4 @@ def fake_tensors(tree: Any) -> Any:
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
-    return tree_map_only(torch.Tensor, fake, tree)
+    return map_tensors(fake, tree)

@@ -40,7 +40,7 @@ from fettle.parallel.timeline import Timeline, peak_of
 from fettle.parallel.workspace import Workspaces
 from fettle.techniques import split_bytes, tensor_plan
 from fettle.train.workload import TrainingWorkload, load_training
-from fettle.workload import Target
+from fettle.workload import Target, tensors
 
 HEADROOM = 0.1
 """Share of the device left free for what is not counted: a choice, the margin that accelerate's batch finder uses."""
@@ -242,7 +242,7 @@ def _step(
     with fsdp_marks(timeline), timeline:
         timeline.see([list(model.parameters()), list(model.buffers())], "parameters", final=True)
         timeline.see([list(state.values()) for state in optimizer.state.values()], "optimizer state", final=True)
-        timeline.see(batch, "activations", final=True)
+        timeline.see(tensors(batch), "activations", final=True)
         states = {"parameters": _live_bytes(timeline, "parameters"), "gradients": 0}
         states["optimizer state"] = _live_bytes(timeline, "optimizer state")
         if strategy.kind in ("ddp", "zero1"):

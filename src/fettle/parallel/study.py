@@ -12,14 +12,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from fettle.errors import UsageError
 from fettle.parallel.plan import Plan, build_fake, cheapest, plan
 from fettle.parallel.strategies import KINDS, Strategy, mesh_shape, parse_strategy, row_shares
 from fettle.techniques import find, repeated_blocks, tensor_plan
 from fettle.units import size_text
-from fettle.workload import Target, rows_of
+from fettle.workload import Target, map_tensors, rows_of
 
 
 def plan_for_study(target: Target, ranks: int, device_memory_bytes: int | None, nodes: int = 1) -> tuple[Plan, str]:
@@ -40,7 +39,7 @@ def plan_for_study(target: Target, ranks: int, device_memory_bytes: int | None, 
             return tensor[: max(1, rows // shares)] if tensor.dim() and tensor.shape[0] == rows else tensor
 
         with mode:
-            part = tree_map_only(torch.Tensor, share, workload.first)
+            part = map_tensors(share, workload.first)
         return plan(dataclasses.replace(whole, data=[part], samples=None), ranks, strategies=alike, **options)
 
     plans = [planned(shares, alike) for shares, alike in by_shares.items()]
