@@ -318,6 +318,18 @@ def test_of_a_budget_for_nothing_the_plan_has_the_workload_as_given():
     assert workload.cells == [Recipe()]
     assert plan.notes == ("net: 1 of 4 combinations fit into the budget",)
 
+@pytest.mark.parametrize("design", ["factorial", "pairs"])
+def test_what_is_measured_already_takes_nothing_of_a_budget_when_a_study_goes_on(design: str, monkeypatch):
+    space = Space(switches("abcdef"), lambda recipe: "")
+    workload = Workload("net", {}, timed(60.0), space, designs.cells(design, space, Recipe()))
+    measured = workload.cells[1::2]
+    workload.known.update({recipe: Trial(recipe, "measured", start_s=10.0, turn_s=1.0) for recipe in measured})
+    monkeypatch.setattr(running, "_seconds", lambda workload, settings: [10.0] * len(workload.unknown()))
+    running._plan([workload], Settings(design=design, budget_s=59.0), time.monotonic())
+    assert {Recipe(), *measured} <= {*workload.cells}
+    assert len(workload.unknown()) == 5
+
+
 
 def test_a_ladder_in_a_storage_of_others_takes_its_turn_and_knows_what_they_measured(tmp_path: Path, monkeypatch):
     def wait(text):
