@@ -89,6 +89,8 @@ def load_recipe(path: str | Path) -> RecipeFile:
     path = Path(path)
     with refusing(f"{path} is not a recipe:", (ValueError, RecursionError)):
         data = read_toml(path, _MAX_BYTES, "the recipe ")
+    if isinstance(kept := data.get("format"), int) and kept != FORMAT:  # before what its version may have besides
+        raise UsageError(f"{path} has recipe format {kept}; this fettle reads format {FORMAT}")
     if "levels" not in data:
         raise UsageError(f"{path} is not a fettle recipe: it has no [levels] table")
     with refusing(f"{path} is not a fettle recipe:", UsageError):
@@ -99,8 +101,6 @@ def load_recipe(path: str | Path) -> RecipeFile:
             _typed(getattr(file, name), kind, name)
         for name, kind in learned_types(file.evidence).items():
             _typed(file.evidence[name], kind, f"evidence.{name}")
-    if file.format != FORMAT:
-        raise UsageError(f"{path} has recipe format {file.format}; this fettle reads format {FORMAT}")
     return _checked(file)
 
 

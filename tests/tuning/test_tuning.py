@@ -304,7 +304,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
         ("not toml at all [", "is not a recipe"),
         ("a = " + "[" * 5000, "is not a recipe"),
         ("a = " + "1" * 5000, "is not a recipe"),
-        ("format = 99\n[levels]\n", "format 99"),
+        ("format = 99\nof_its_own = 1\n", "recipe format 99"),
         ("[levels]\n[surprise]\ny = 1", "surprise"),
     ],
 )
