@@ -10,6 +10,7 @@ from random import Random
 from types import SimpleNamespace
 
 import msgspec
+import optuna
 import polars
 import pytest
 from optuna.exceptions import StorageInternalError
@@ -20,7 +21,7 @@ from fettle.errors import UsageError
 from fettle.machine import Machine
 from fettle.recipe import Recipe
 from fettle.storage import hidden, opening, storage_url
-from fettle.studies import Settings
+from fettle.studies import Settings, stored
 from fettle.studies.orders import agree, announce
 from fettle.study import Study
 from tests.atlas.made_up import trial
@@ -119,6 +120,15 @@ def test_what_is_not_there_is_said_in_one_line_and_nothing_is_made(storage: str,
         assert (said.code, words in said.err.replace("\n", " ")) == (2, True), said.err
     assert not (tmp_path / "none.db").exists()
     assert not (tmp_path / "empty.db").read_bytes()
+
+def test_what_a_storage_calls_an_argument_leads_out_of_no_folder(storage: str, tmp_path: Path):
+    """A chart over its values is written under its name."""
+    url = storage_url(storage, tmp_path)
+    study = optuna.load_study(study_name="night", storage=room.open_storage(url))
+    study.set_user_attr(room.ORDERS, {**study.user_attrs[room.ORDERS], "arguments": {"/../../batch": ["1", "4"]}})
+    with pytest.raises(UsageError, match=r"varies '/../../batch', which is no argument's name"):
+        stored(Settings(storage=storage, name="night", output=tmp_path))
+
 
 
 def test_of_two_that_make_a_storage_at_once_the_other_opens_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

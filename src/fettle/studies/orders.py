@@ -161,7 +161,10 @@ def orders_of(name: str, url: str) -> Orders | None:
             study = optuna.load_study(study_name=name, storage=kept)
             with refusing(f"the orders of {name!r} cannot be read, another version may have written them:"):
                 if ORDERS in study.user_attrs:
-                    return msgspec.convert(study.user_attrs[ORDERS], Orders)
+                    orders = msgspec.convert(study.user_attrs[ORDERS], Orders)
+                    if odd := [one for one in orders.arguments if not one.isidentifier()]:  # files bear their names
+                        raise UsageError(f"the study {name!r} varies {odd[0]!r}, which is no argument's name")
+                    return orders
             if study.user_attrs or study.trials:
                 break
             time.sleep(0.2)
