@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from fettle.atlas import merged, read_atlas, subject, write_atlas
+from fettle.errors import UsageError
 from fettle.machine import Machine
 from fettle.recipe import Recipe
 from fettle.storage import storage_url
@@ -51,6 +52,14 @@ def test_a_study_is_added_with_what_its_probe_saw(folder: Path) -> None:
     )
     assert (last.machine, last.torch, last.versions, last.peak_fp32) == ("here", "2.13", "openvino=2026.4", 1e12)
     assert (last.start_s, last.given_start_s, last.shapes) == (40.0, 4.0, "4x8")
+
+
+@pytest.mark.parametrize("changed", [{"features": {"of_another_version": 1.0}}, {"facts": {"parts": [1]}}])
+def test_a_probe_of_another_version_is_refused_in_one_line(tmp_path: Path, changed: dict[str, object]) -> None:
+    study = made(tmp_path, "model")
+    study.set_note("probe", {**study.note("probe"), **changed})
+    with pytest.raises(UsageError, match="the study 'model' cannot be read"):
+        atlas_rows(storage_url(None, tmp_path))
 
 
 def test_two_versions_of_the_code_are_two_models_and_what_is_under_load_is_none(tmp_path: Path) -> None:

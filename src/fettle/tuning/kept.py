@@ -54,8 +54,9 @@ def _rows(study: Study, machine: Machine, family: str) -> list[Row]:
     if not isinstance(probed, Mapping) or "facts" not in probed or apart:
         return []
     trials = recalled(study)
-    about = subject(study.name, study.version, _read(_without_padding(probed["facts"]), Facts, study),
-                    probed.get("features", {}), machine, probed.get("peaks", {}), family)  # fmt: skip
+    with refusing(f"the study {study.name!r} cannot be read:", (TypeError, AttributeError)):  # of another version
+        about = subject(study.name, study.version, _read(_without_padding(probed["facts"]), Facts, study),
+                        probed.get("features", {}), machine, probed.get("peaks", {}), family)  # fmt: skip
     return rows_of(about, trials)
 
 
