@@ -318,6 +318,7 @@ def test_of_a_budget_for_nothing_the_plan_has_the_workload_as_given():
     assert workload.cells == [Recipe()]
     assert plan.notes == ("net: 1 of 4 combinations fit into the budget",)
 
+
 @pytest.mark.parametrize("design", ["factorial", "pairs"])
 def test_what_is_measured_already_takes_nothing_of_a_budget_when_a_study_goes_on(design: str, monkeypatch):
     space = Space(switches("abcdef"), lambda recipe: "")
@@ -328,7 +329,6 @@ def test_what_is_measured_already_takes_nothing_of_a_budget_when_a_study_goes_on
     running._plan([workload], Settings(design=design, budget_s=59.0), time.monotonic())
     assert {Recipe(), *measured} <= {*workload.cells}
     assert len(workload.unknown()) == 5
-
 
 
 def test_a_ladder_in_a_storage_of_others_takes_its_turn_and_knows_what_they_measured(tmp_path: Path, monkeypatch):
@@ -365,6 +365,7 @@ def test_a_target_on_which_nothing_can_vary_does_not_end_a_study_of_several():
     alone = opened(Facts(num_linear=2), arguments={"batch": ["1", "4"]})  # which varies outside of it
     assert (alone.failure, alone.cells) == ("", [Recipe()])
 
+
 def test_a_workload_that_cannot_be_built_is_said_when_a_study_is_begun_for_workers(monkeypatch):
     said = list[str]()
     both = [Workload(name, {}, SimpleNamespace(note=said.append)) for name in ("net", "net batch=64")]
@@ -374,7 +375,6 @@ def test_a_workload_that_cannot_be_built_is_said_when_a_study_is_begun_for_worke
         monkeypatch.setattr(running, name, lambda *given: None)
     assert running.enqueue(["net.py"], Settings(), print) == {"net": 1, "net batch=64": 0}
     assert said == ["net batch=64 has no combinations: the factory raised ValueError: too large a batch"]
-
 
 
 @pytest.mark.parametrize("design", ["ladder", "ablation"])
@@ -437,6 +437,7 @@ def test_a_factory_without_that_argument_fails_in_one_line(work: Path, tmp_path:
 def test_settings_that_cannot_be_are_one_line(options: dict[str, object], says: str, work: Path):
     with pytest.raises(UsageError, match=says):
         study([str(work)], Settings(**options), lambda event: None)
+
 
 @pytest.mark.slow
 def test_what_cannot_run_in_another_environment_is_a_failed_cell(work: Path, tmp_path: Path, run_fettle: Run):

@@ -121,6 +121,7 @@ def test_what_is_not_there_is_said_in_one_line_and_nothing_is_made(storage: str,
     assert not (tmp_path / "none.db").exists()
     assert not (tmp_path / "empty.db").read_bytes()
 
+
 def test_what_a_storage_calls_an_argument_leads_out_of_no_folder(storage: str, tmp_path: Path):
     """A chart over its values is written under its name."""
     url = storage_url(storage, tmp_path)
@@ -128,7 +129,6 @@ def test_what_a_storage_calls_an_argument_leads_out_of_no_folder(storage: str, t
     study.set_user_attr(room.ORDERS, {**study.user_attrs[room.ORDERS], "arguments": {"/../../batch": ["1", "4"]}})
     with pytest.raises(UsageError, match=r"varies '/../../batch', which is no argument's name"):
         stored(Settings(storage=storage, name="night", output=tmp_path))
-
 
 
 def test_of_two_that_make_a_storage_at_once_the_other_opens_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -144,6 +144,7 @@ def test_of_two_that_make_a_storage_at_once_the_other_opens_it(tmp_path: Path, m
     monkeypatch.setattr(room, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: None))
     assert room.open_storage(f"sqlite:///{tmp_path / 's.db'}").get_all_studies() == []
 
+
 def test_what_a_server_refuses_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
     now = [0.0]
 
@@ -157,7 +158,6 @@ def test_what_a_server_refuses_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(StorageInternalError):
         room.outlast(denied, room.OUTAGE_S)
     assert now[0] < room.OUTAGE_S / 10
-
 
 
 def test_a_storage_is_shown_without_its_password():
