@@ -183,10 +183,10 @@ def _plan(workloads: Sequence[Workload], settings: Settings, began: float) -> Pl
         if settings.budget_s is not None:
             fit = designs.fitting(_seconds(workload, settings), left_s)
             if fit < len(workload.unknown()):
-                known = [cell for cell in workload.cells if cell in workload.known]
-                left = [Recipe(), *workload.unknown()]
-                more = designs.fewer(settings.design, workload.space, left, fit + 1)
-                workload.cells = list(dict.fromkeys([*known, *more]))
+                measured = [cell for cell in workload.cells if cell in workload.known]
+                unknown = [Recipe(), *workload.unknown()]
+                more = designs.fewer(settings.design, workload.space, unknown, fit + 1)
+                workload.cells = list(dict.fromkeys([*measured, *more]))
                 notes.append(f"{workload.name}: {len(workload.cells)} of {whole} combinations fit into the budget")
         left = workload.unknown()
         parts.append(Part(workload.name, len(workload.cells), len(workload.cells) - len(left),
