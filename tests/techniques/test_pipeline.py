@@ -15,6 +15,8 @@ from fettle.errors import UsageError
 from fettle.package.export import write_package
 from fettle.recipe import Recipe
 from fettle.techniques import (
+    _pipeline,
+    _probe,
     bundles,
     canonical,
     conflict,
@@ -215,6 +217,30 @@ def test_a_part_that_is_called_behind_its_name_is_refused():
     with pytest.raises(UsageError, match="the part 'net' is called by another reference than its name"):
         probe_facts(Workload(model, [torch.rand(2, 8)], parts=["net"]))
     assert type(model.net) is nn.Linear
+
+
+def test_the_time_of_a_call_is_that_of_the_call_and_not_of_looking_at_it(monkeypatch):
+    clock = [0.0]
+
+    class Slow(nn.Module):
+        def forward(self, x):
+            clock[0] += 1
+            return x
+
+    def late(function):
+        def slower(*args):
+            clock[0] += 100
+            return function(*args)
+
+        return slower
+
+    monkeypatch.setattr(_pipeline, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
+    for module, name in ((_pipeline, "state_kept"), (_probe, "_copy"), (_probe, "_equal")):
+        monkeypatch.setattr(module, name, late(getattr(module, name)))
+    model = nn.ModuleDict({"a": Slow(), "b": Slow()})
+    work = Workload(model, [torch.rand(2, 8)], lambda model, x: model["b"](model["a"](model["a"](x))), parts=["a", "b"])
+    facts = probe_facts(work)
+    assert (facts.seconds, facts.parts["a"].seconds, facts.parts["b"].seconds) == (3, 2, 1)
 
 
 def test_a_pipeline_that_takes_no_other_part_is_looked_at_all_the_same():

@@ -167,20 +167,23 @@ class Look:
 
 
 def looks_at(
-    model: torch.nn.Module, names: Sequence[str], inputs: Sequence[Any], run: Callable[[Any], None]
+    model: torch.nn.Module, names: Sequence[str], inputs: Sequence[Any], ready: Callable[[Any], Callable[[], Any]]
 ) -> list[Look]:
     """A look at the first two inputs (at the only one twice), and at further ones while there is a part that none has
-    called. Raises `UsageError` for a part that is never called, or where nothing could be put in its place."""
+    called; `ready(batch)` is what calls the pipeline. Raises `UsageError` for a part that is never called, or where
+    nothing could be put in its place."""
     by_name = dict.fromkeys(names, 0)
 
     def look(batch: Any, called: dict[str, int]) -> Look:
+        run, timed = ready(batch), []
+
         def call() -> None:
             with counted_by_name(model, called):
-                run(batch)
+                run()
 
-        given: dict[str, list[Any]] = {}
-        costs, seconds = timed_parts(model, names, lambda: given.update(calls_of_parts(model, names, call)))
-        return Look(given, costs, seconds)
+        # Timed is the call alone: keeping the state of a model with many modules takes as long as a short call.
+        given = calls_of_parts(model, names, lambda: timed.append(timed_parts(model, names, call)))
+        return Look(given, *timed[0])
 
     def uncalled() -> list[str]:
         return [name for name in names if not any(one.given[name] for one in looks)]

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import itertools
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -51,18 +51,17 @@ def probe_facts(workload: Workload, *, allow_batch: bool = False) -> Facts:
 
 def _pipeline_facts(workload: Workload, allow_batch: bool) -> Facts:
     """Those of a pipeline, with each part's, which is looked at as a model of its own on what it is called with."""
-    module, names, writes = workload.model, workload.parts, False
+    module, names, copies = workload.model, workload.parts, list[Any]()
     assert isinstance(module, torch.nn.Module)
 
-    def run(batch: Any) -> None:
-        nonlocal writes
+    def ready(batch: Any) -> Callable[[], Any]:
+        copies.append((_copy(batch), batch))
         torch.manual_seed(0)
-        own = _copy(batch)
-        workload.run(module, own)
-        writes = writes or not _equal(own, batch)
+        return partial(workload.run, module, copies[-1][0])
 
     with unchanged(workload, module):
-        looks = looks_at(module, names, workload.inputs, run)
+        looks = looks_at(module, names, workload.inputs, ready)
+    writes = any(not _equal(own, batch) for own, batch in copies)
     # The first look takes longer than later ones: it counts only where not every part is called in the second.
     counted = looks[1:] if all(looks[1].given.values()) else looks
     seconds = sum(one.seconds for one in counted) / len(counted)
