@@ -50,10 +50,11 @@ def cases():
             yield pytest.param(technique.name, level.name, id=f"{technique.name}={level.name}")
 
 
-def losses(recipe, factory="workload", count=6, facts=FACTS, still=False):
+def losses(recipe, factory="workload", count=6, facts=FACTS, still=False, make_optimizer=None):
     assert conflict(recipe, facts) == ""
     threads, matmul = torch.get_num_threads(), torch.get_float32_matmul_precision()
     workload = load_training(find_target(f"{TINY}:{factory}"))
+    workload = replace(workload, optimizer=make_optimizer or workload.optimizer)
     workload.model.train(not still)
     torch.manual_seed(0)
     try:
@@ -221,7 +222,8 @@ def test_a_compiled_update_with_masters_is_the_update(optimizer, monkeypatch):
     assert all(master.grad is None for master in masters)
 
 
-def test_a_compiled_update_is_one_graph():
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])  # plain SGD has no state
+def test_a_compiled_update_is_one_graph(make):
     graphs = []
 
     def count(graph, inputs):
@@ -230,7 +232,7 @@ def test_a_compiled_update_is_one_graph():
 
     weights = [torch.nn.Parameter(torch.randn(8, 4).bfloat16())]
     masters = [torch.nn.Parameter(weights[0].detach().float())]
-    stepper = torch.optim.AdamW(masters, foreach=True)
+    stepper = make(masters, foreach=True)
     with pytest.MonkeyPatch.context() as patch:
         compiled_by(count, patch)
         compile_update(stepper, weights, masters)
@@ -239,6 +241,14 @@ def test_a_compiled_update_is_one_graph():
         stepper.step()
     assert len(graphs) == 1
     torch.testing.assert_close(weights[0], masters[0].detach().bfloat16(), check_dtype=True)
+
+
+@pytest.mark.parametrize("level", ["foreach", "for-loop", "fused"])
+def test_an_optimizer_that_was_fused_unscales_gradients_however_it_is_implemented(level):
+    make = functools.partial(torch.optim.AdamW, lr=1e-3, fused=True)
+    recipe = Recipe({"precision": "autocast-fp16", "optimizer": level})
+    found = losses(recipe, make_optimizer=make)
+    assert found.losses == pytest.approx(losses(Recipe(), make_optimizer=make).losses, abs=0.2)
 
 
 def test_with_a_compiled_update_the_gradients_of_the_weights_are_clipped(monkeypatch):

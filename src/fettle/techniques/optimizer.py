@@ -18,9 +18,9 @@ def implement(optimizer: torch.optim.Optimizer, *, foreach: bool, fused: bool) -
         group["foreach"] = foreach
         if "fused" in group:
             group["fused"] = fused
-    if fused:  # what the constructor sets: fused steps unscale the gradients of a GradScaler themselves
-        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
-        optimizer._need_device_dtype_check_for_fused = True  # type: ignore[attr-defined]
+    if "fused" in optimizer.defaults:  # what the constructor sets: fused steps alone unscale a GradScaler's gradients
+        optimizer._step_supports_amp_scaling = fused  # type: ignore[attr-defined]
+        optimizer._need_device_dtype_check_for_fused = fused  # type: ignore[attr-defined]
 
 
 def compile_update(optimizer: Any, weights: Any = (), masters: Any = ()) -> None:
@@ -39,13 +39,15 @@ def compile_update(optimizer: Any, weights: Any = (), masters: Any = ()) -> None
         for weight, master in zip(weights, masters, strict=True):
             weight.copy_(master)
 
-    compiled = torch.compile(update)
+    compiled, has_state = torch.compile(update), False  # which not every optimizer shows: plain SGD needs none
 
-    def step(self: Any) -> None:
+    def step(_: Any) -> None:
+        nonlocal has_state
         for weight, master in zip(weights, masters, strict=True):  # inside, torch.compile would end its graph here
             master.grad = None if weight.grad is None else weight.grad.to(master.dtype)
         with torch.no_grad():
-            (compiled if self.state else update)()
+            (compiled if has_state else update)()
+        has_state = True
         for master in masters:
             master.grad = None
 
