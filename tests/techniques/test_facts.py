@@ -10,7 +10,7 @@ from torch import nn
 
 import fettle
 from fettle.recipe import Recipe
-from fettle.techniques import bundles, conflict, load, probe_facts, repeated_blocks, source, state_kept
+from fettle.techniques import bundles, conflict, find, load, probe_facts, repeated_blocks, source, state_kept
 from fettle.workload import Workload
 
 
@@ -63,7 +63,7 @@ def test_where_rows_are_added_by_index_compiling_for_one_thread_is_tried_early(a
 def test_counts_layers_and_shapes():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ConvTranspose2d(4, 4, 3), nn.Flatten(), nn.LazyLinear(2)).eval()
     facts = probe_facts(Workload(model, [(torch.rand(2, 3, 8, 8),), (torch.rand(3, 3, 8, 8),)]))
-    assert (facts.num_conv, facts.num_conv_transpose, facts.num_linear) == (1, 1, 1)
+    assert (facts.num_conv, facts.num_other_conv, facts.num_linear) == (1, 1, 1)
     assert (facts.num_4d_inputs, facts.num_input_shapes, facts.samples) == (1, 2, 2)
     assert facts.device == "cpu"
     assert facts.dtype == "float32"
@@ -177,9 +177,20 @@ def test_what_an_exported_program_calls_is_seen():
     batch = torch.rand(2, 3, 8, 8)
     given = probe_facts(Workload(Attends().eval(), [batch]))
     exported = probe_facts(Workload(torch.export.export(Attends().eval(), (batch,)).module(), [batch]))
-    assert (given.num_conv, given.num_conv_transpose, given.uses_sdpa, given.uneven_sdpa) == (1, 1, True, 1)
-    for name in ("num_conv", "num_conv_transpose", "uses_sdpa", "uneven_sdpa"):
+    assert (given.num_conv, given.num_other_conv, given.uses_sdpa, given.uneven_sdpa) == (1, 1, True, 1)
+    for name in ("num_conv", "num_other_conv", "uses_sdpa", "uneven_sdpa"):
         assert getattr(exported, name) == getattr(given, name), name
+
+
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d])
+def test_settings_of_convolutions_are_for_those_of_any_number_of_dimensions(kind):
+    model = kind(2, 4, 3).eval()
+    batch = torch.rand(1, 2, *[5] * (model.weight.dim() - 2))
+    for one in (model, torch.export.export(model, (batch,)).module()):
+        facts = probe_facts(Workload(one, [batch]))
+        assert facts.convolves
+        assert find("cudnn_benchmark").usual(replace(facts, device="cuda")) == "on"
+        assert "conv.fp32_precision" in source(Recipe({"matmul": "medium"}), facts)
 
 
 def test_input_is_not_written_into():

@@ -112,7 +112,8 @@ class Facts:
     uneven_steps: bool = False
     """It has recurrent layers, and its inputs differ in more than their rows."""
     num_conv: int = 0
-    num_conv_transpose: int = 0
+    num_other_conv: int = 0
+    """Convolutions that are no `Conv2d`: of one or three dimensions, transposed ones."""
     num_4d_inputs: int = 0
     """Floating 4-D tensors in the first batch: what channels_last converts."""
     is_channels_last: bool = False
@@ -218,6 +219,11 @@ class Facts:
     def uneven(self, parts: int) -> str:
         """Why a batch cannot be cut into so many equal parts, as a phrase; empty where it can."""
         return f"a batch of {self.samples} rows cannot be cut into {parts} equal parts" if self.samples % parts else ""
+
+    @property
+    def convolves(self) -> bool:
+        """Whether the model has convolutions, of whatever kind."""
+        return self.num_conv + self.num_other_conv > 0
 
     @property
     def uncalibrated(self) -> str:

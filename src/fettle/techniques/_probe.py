@@ -90,7 +90,7 @@ def _pipeline_facts(workload: Workload, allow_batch: bool) -> Facts:
 
 def _facts(workload: Workload, allow_batch: bool, forward: dict[str, Any]) -> Facts:
     """All facts, of which `forward` has those that calls of the model have shown."""
-    model, aten = workload.model, torch.ops.aten
+    model = workload.model
     module = model if isinstance(model, torch.nn.Module) else torch.nn.Module()
     given = tensors(workload.inputs[0])
     parameters = list(module.parameters())
@@ -112,8 +112,9 @@ def _facts(workload: Workload, allow_batch: bool, forward: dict[str, Any]) -> Fa
         parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
         num_linear=_count(module, torch.nn.Linear) + sum(map(is_conv1d, module.modules())),
         uneven_steps=_uneven_steps(module, [*workload.inputs, *workload.check_inputs]),
-        num_conv=_count(module, torch.nn.Conv2d) + _exported(module, aten.conv2d.default, aten.conv2d.padding),
-        num_conv_transpose=_count(module, torch.nn.ConvTranspose2d) + _exported(module, aten.conv_transpose2d.input),
+        num_conv=_count(module, torch.nn.Conv2d) + _exported(module, "aten.conv2d."),
+        num_other_conv=_count(module, torch.nn.modules.conv._ConvNd) - _count(module, torch.nn.Conv2d)
+        + _exported(module, "aten.conv1d.", "aten.conv3d.", "aten.conv_transpose"),
         num_4d_inputs=sum(tensor.dim() == 4 and tensor.is_floating_point() for tensor in given),
         is_channels_last=any(map(_is_channels_last, [*given, *parameters])),
         num_input_shapes=len({_shapes(batch) for batch in [*workload.inputs, *workload.check_inputs]}),
@@ -392,8 +393,8 @@ def _block_classes(module: torch.nn.Module) -> tuple[str, ...]:
     return tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
 
 
-def _exported(module: Any, *operators: Any) -> int:
-    """Calls of these operators in an exported program, which has no modules for them any more."""
+def _exported(module: Any, *operators: str) -> int:
+    """Calls of operators that begin so in an exported program, which has no modules for them any more."""
     graph = getattr(module, "graph", None)
     nodes = graph.nodes if isinstance(graph, torch.fx.Graph) else ()
-    return sum(node.target in operators for node in nodes)
+    return sum(str(node.target).startswith(operators) for node in nodes)

@@ -13,7 +13,7 @@ class CudnnBenchmark(Technique):
     default = "off"
 
     def levels(self, facts: Facts) -> list[Level]:
-        why_not = "" if facts.num_conv + facts.num_conv_transpose else "the model has no 2-D convolution"
+        why_not = "" if facts.convolves else "the model has no convolution"
         if facts.device != "cuda":
             why_not = "cuDNN runs on CUDA devices only"
         return [
@@ -22,7 +22,7 @@ class CudnnBenchmark(Technique):
         ]
 
     def usual(self, facts: Facts) -> str:
-        return "on" if facts.device == "cuda" and facts.num_conv else self.default
+        return "on" if facts.device == "cuda" and facts.convolves else self.default
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         return "" if computes_in_torch(recipe) else "another runtime chooses its own convolutions"

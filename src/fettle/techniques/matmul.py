@@ -47,6 +47,6 @@ class Matmul(Technique):
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         setting = f'torch.set_float32_matmul_precision("{level}")'
-        if facts.device == "cpu" and facts.num_conv:  # the setting above is of matrix products alone there
+        if facts.device == "cpu" and facts.convolves:  # the setting above is of matrix products alone there
             return Code(setup=(setting, 'torch.backends.mkldnn.conv.fp32_precision = "bf16"'))
         return Code(setup=(setting,))

@@ -126,7 +126,7 @@ def channels_first(call: Evidence) -> Finding | None:
 @rule("inference", "training")
 def cudnn_benchmark(call: Evidence) -> Finding | None:
     """cuDNN picks its algorithm without trying."""
-    if call.facts.device != "cuda" or call.settings.get("cudnn_benchmark") == "True" or not call.facts.num_conv:
+    if call.facts.device != "cuda" or call.settings.get("cudnn_benchmark") == "True" or not call.facts.convolves:
         return None
     ops = [op for op in call.operations if "conv" in op.name]
     return about_operators(
