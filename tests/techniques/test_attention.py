@@ -40,6 +40,9 @@ class Attention(nn.Module):
             if mask is not None:
                 scores = scores + mask
             out = torch.matmul(torch.softmax(scores, dim=-1), v)
+        elif self.form == "shifted":
+            scores = (q @ k.transpose(-2, -1)) * 0.3 + (0.5 if mask is None else mask)
+            out = torch.softmax(scores, dim=-1) @ v
         elif self.form == "kept":  # the weights go to the caller too
             weights = torch.softmax(q @ k.transpose(-2, -1), dim=-1)
             return self.proj((weights @ v).transpose(1, 2).reshape(B, N, C)), weights
@@ -61,12 +64,12 @@ def optimised(model, batch, **levels):
     return load(source(recipe, probe_facts(Workload(model, [batch]))), "optimized")(model, [batch])
 
 
-@pytest.mark.parametrize("form", ["einsum", "gpt", "divided"])
+@pytest.mark.parametrize("form", ["einsum", "gpt", "divided", "shifted"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_exact(form, masked):
     model = nn.ModuleList([Attention(form)])[0]
     x = torch.randn(2, 9, 16)
-    mask = torch.randn(2, 1, 9, 9) if masked and form == "divided" else None
+    mask = torch.randn(2, 1, 9, 9) if masked and form in ("divided", "shifted") else None
     batch = (x, mask) if mask is not None else (x,)
     assert probe_facts(Workload(model, [batch])).manual_attention == 1
     expected = model.eval()(*batch)
@@ -249,6 +252,13 @@ def test_a_hook_on_the_weights_goes_on_being_called():
     model, x, seen = Attention("einsum").eval(), torch.randn(2, 4, 16), []
     assert count_manual_attention(model, lambda: model(x)) == 1
     model.drop.register_forward_hook(lambda *call: seen.append(call))
+    assert count_manual_attention(model, lambda: model(x)) == 0
+
+
+def test_a_module_with_a_forward_of_its_own_is_left_alone():
+    model, x = Attention("einsum").eval(), torch.randn(2, 4, 16)
+    of_class = model.forward
+    model.forward = lambda x: 2 * of_class(x)
     assert count_manual_attention(model, lambda: model(x)) == 0
 
 

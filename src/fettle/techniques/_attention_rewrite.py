@@ -137,10 +137,10 @@ def read_scores(scores: Any, module: torch.nn.Module) -> Any:
             if not leads_to_product(sides[0], module):
                 return None
             scores, other = sides
-            if kind == "add":
-                mask = other
-            else:
+            if kind == "mul":
                 scales.append((other, False))
+            elif isinstance(other, torch.fx.Node):  # softmax takes no notice of a number that all have more
+                mask = other
         else:
             return None
     return None
@@ -210,6 +210,8 @@ def manual_attention(model: torch.nn.Module, run: Any) -> list[Any]:
             run()
 
         for module, args, kwargs in found.values():
+            if "forward" in vars(module):
+                continue  # one of its own: the trace would be of its class's
             try:
                 bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
                 bound.apply_defaults()
