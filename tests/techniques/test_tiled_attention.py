@@ -104,6 +104,14 @@ def test_only_what_computes_the_same_is_found() -> None:
     assert "no attention with a decomposed" in conflict(Recipe.parse("attention=tiled"), Facts())
 
 
+def test_looking_for_it_leaves_each_part_in_its_mode() -> None:
+    model = Published(4).train()
+    model.proj.eval()
+    assert len(with_decomposed_bias(model)) == 1
+    assert model.training
+    assert not model.proj.training
+
+
 def test_transformers_sam() -> None:
     sam = pytest.importorskip("transformers")
     torch.manual_seed(0)

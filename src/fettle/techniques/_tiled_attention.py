@@ -98,7 +98,7 @@ def with_decomposed_bias(model: torch.nn.Module) -> list[Any]:
             continue  # asked last: diffusers' models warn of the question
         weight = module.qkv.weight
         trial = torch.linspace(-1, 1, 15 * weight.shape[1], device=weight.device).reshape(1, 3, 5, -1).to(weight.dtype)
-        training = module.training
+        modes = [(one, one.training) for one in module.modules()]
         try:
             module.eval()
             with torch.no_grad():
@@ -111,7 +111,8 @@ def with_decomposed_bias(model: torch.nn.Module) -> list[Any]:
         except Exception:  # it takes something else, or has other parts
             continue
         finally:
-            module.train(training)
+            for one, training in modes:
+                one.training = training
     return found
 
 
