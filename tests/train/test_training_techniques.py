@@ -31,9 +31,9 @@ from tests.forking import run_script
 TINY = Path(__file__).parent / "tiny_loop.py"
 PLANNED = Path(__file__).parent / "planned.py"
 FACTS = Facts(
-    mode="training", num_linear=7, num_conv=1, num_4d_inputs=1, samples=16, block_classes=("tiny.Block",),
-    optimizer="AdamW", optimizer_levels=("foreach", "fused"), loader_workers=-1, max_grad_norm=1.0, allow_batch=True,
-    physical_cores=2, cpu_flags=("avx512_fp16", "amx_bf16"),
+    mode="training", num_linear=7, num_conv=1, num_wide_conv=1, num_4d_inputs=1, samples=16,
+    block_classes=("tiny.Block",), optimizer="AdamW", optimizer_levels=("foreach", "fused"), loader_workers=-1,
+    max_grad_norm=1.0, allow_batch=True, physical_cores=2, cpu_flags=("avx512_fp16", "amx_bf16"),
 )  # fmt: skip
 SLOW = {"compile", "shapes", "region", "convolution"}
 """Left to the slow tests, or (convolution: the little net's convolution has three channels) to a test of their own."""
@@ -173,6 +173,17 @@ def test_convolutions_by_products_train_compiled_as_they_do_eager(precision, mon
 def test_convolutions_by_products_need_a_convolution_with_channels():
     with pytest.raises(RuntimeError, match="16 channels"):
         convolutions_by_products(torch.nn.Conv2d(3, 8, 3))
+
+
+@pytest.mark.parametrize(("factory", "wide"), [("workload", 0), ("wide", 1)])
+def test_convolutions_by_products_are_tried_where_one_has_channels_for_it(factory, wide):
+    """The only convolution of a vision transformer has three: each combination with it would fail."""
+    facts = replace(training_facts(load_training(find_target(f"{TINY}:{factory}"))), cpu_flags=("amx_bf16",))
+    assert min(facts.num_wide_conv, 1) == wide
+    assert facts.num_conv
+    assert find("convolution").why_not("products", facts).startswith("no 2-D convolution has 16") is not bool(wide)
+    assert any("convolution" in recipe.levels for recipe in bundles(facts)) is bool(wide)
+    assert any(recipe.levels.get("precision") == "bf16-master" for recipe in bundles(facts))
 
 
 def test_masters_and_weights_may_lie_in_memory_in_different_ways():

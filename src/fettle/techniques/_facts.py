@@ -112,6 +112,8 @@ class Facts:
     uneven_steps: bool = False
     """It has recurrent layers, and its inputs differ in more than their rows."""
     num_conv: int = 0
+    num_wide_conv: int = 0
+    """Those `Conv2d` that `convolution=products` computes."""
     num_other_conv: int = 0
     """Convolutions that are no `Conv2d`: of one or three dimensions, transposed ones."""
     num_4d_inputs: int = 0

@@ -1,8 +1,9 @@
-"""The instructions that the machine offers."""
+"""What the machine offers: instructions, and what its GPU can do."""
 
 from __future__ import annotations
 
 import platform
+from typing import Any
 
 import torch
 
@@ -22,3 +23,13 @@ def cpu_flags() -> tuple[str, ...]:
     if not getattr(torch.cpu, "_is_amx_tile_supported", lambda: True)():  # the kernel must grant the tiles
         present -= {"amx_bf16", "amx_int8"}
     return tuple(flag for flag in _FLAGS if flag in present)
+
+
+def gpu(is_used: bool) -> dict[str, Any]:
+    """What the GPU can do, as fields of `Facts`. torch's build for AMD's calls them CUDA devices, and numbers their
+    architectures as if they were NVIDIA's."""
+    if not is_used:
+        return {}
+    if torch.version.hip:
+        return {"amd": torch.cuda.get_device_properties(0).gcnArchName.partition(":")[0]}
+    return {"cuda_capability": torch.cuda.get_device_capability()}

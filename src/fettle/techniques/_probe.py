@@ -26,7 +26,7 @@ from fettle.techniques._base import CATALOGUE
 from fettle.techniques._exported import flatten
 from fettle.techniques._facts import Facts, Padding
 from fettle.techniques._generation import generation_facts
-from fettle.techniques._host import cpu_flags
+from fettle.techniques._host import cpu_flags, gpu
 from fettle.techniques._linear import is_conv1d
 from fettle.techniques._pipeline import looks_at
 from fettle.techniques._ranks import forward_of_torch, repeated_blocks
@@ -34,6 +34,7 @@ from fettle.techniques._state_kept import buffers_of, is_same, put_modes_back, s
 from fettle.techniques._tensor import tensor_plan
 from fettle.techniques._tiled_attention import with_decomposed_bias
 from fettle.techniques._transformers import has_window, hf_attention, is_transformers, quietly
+from fettle.techniques.convolution import is_wide
 from fettle.techniques.fused_linear import fed_alike
 from fettle.techniques.ragged import padding_of
 from fettle.techniques.skip_steps import denoiser_of
@@ -115,6 +116,7 @@ def _facts(workload: Workload, allow_batch: bool, forward: dict[str, Any]) -> Fa
         num_conv=_count(module, torch.nn.Conv2d) + _exported(module, "aten.conv2d."),
         num_other_conv=_count(module, torch.nn.modules.conv._ConvNd) - _count(module, torch.nn.Conv2d)
         + _exported(module, "aten.conv1d.", "aten.conv3d.", "aten.conv_transpose"),
+        num_wide_conv=sum(map(is_wide, module.modules())),
         num_4d_inputs=sum(tensor.dim() == 4 and tensor.is_floating_point() for tensor in given),
         is_channels_last=any(map(_is_channels_last, [*given, *parameters])),
         num_input_shapes=len({_shapes(batch) for batch in [*workload.inputs, *workload.check_inputs]}),
@@ -162,18 +164,8 @@ def _machine(device: str) -> dict[str, Any]:
         "cpu_flags": cpu_flags(),
         "packages": installed(sorted({name for technique in CATALOGUE for name in technique.packages})),
         "libraries": find_libraries(),
-        **_gpu(device == "cuda"),
+        **gpu(device == "cuda"),
     }
-
-
-def _gpu(is_used: bool) -> dict[str, Any]:
-    """What the GPU can do, as fields of `Facts`. torch's build for AMD's calls them CUDA devices, and numbers their
-    architectures as if they were NVIDIA's."""
-    if not is_used:
-        return {}
-    if torch.version.hip:
-        return {"amd": torch.cuda.get_device_properties(0).gcnArchName.partition(":")[0]}
-    return {"cuda_capability": torch.cuda.get_device_capability()}
 
 
 def _padding(workload: Workload) -> Padding | None:
@@ -202,6 +194,7 @@ def machine_facts(mode: str = "inference") -> Facts:
         calibration_batches=1,
         num_linear=1,
         num_conv=1,
+        num_wide_conv=1,
         num_4d_inputs=1,
         num_input_shapes=2,
         uses_sdpa=True,

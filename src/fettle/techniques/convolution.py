@@ -161,17 +161,20 @@ def convolve(layer: Any, x: torch.Tensor) -> Any:
     return FasterConvolution.apply(*given)  # type: ignore[no-untyped-call]
 
 
+def is_wide(layer: Any) -> bool:
+    """Whether it is a plain convolution with enough channels to fill a product."""
+    plain = type(layer) is torch.nn.Conv2d and "forward" not in vars(layer) and layer.padding_mode == "zeros"
+    plain = plain and layer.groups == 1 and layer.dilation == (1, 1) and not isinstance(layer.padding, str)
+    return bool(plain and layer.in_channels >= 16)
+
+
 def convolutions_by_products(model: torch.nn.Module) -> int:
-    """Change the plain convolutions of a model that have enough channels to fill a product; returns how many."""
+    """Change the convolutions of a model that are wide; returns how many."""
     import functools
 
-    found = [
-        layer for layer in model.modules()
-        if type(layer) is torch.nn.Conv2d and layer.groups == 1 and layer.dilation == (1, 1)
-        and layer.padding_mode == "zeros" and not isinstance(layer.padding, str) and layer.in_channels >= 16
-    ]  # fmt: skip
+    found: list[Any] = [layer for layer in model.modules() if is_wide(layer)]
     for layer in found:
-        layer.forward = functools.partial(convolve, layer)  # type: ignore[method-assign]
+        layer.forward = functools.partial(convolve, layer)
     if not found:
         raise RuntimeError("no convolution has 16 channels, one group and no dilation")
     return len(found)
@@ -179,7 +182,7 @@ def convolutions_by_products(model: torch.nn.Module) -> int:
 
 def products(facts: Facts) -> dict[str, str]:
     """The level where the weights' gradients in bfloat16 are what a CPU is slow at."""
-    return {"convolution": "products"} if facts.device == "cpu" and facts.has_bf16 and facts.num_conv else {}
+    return {"convolution": "products"} if facts.device == "cpu" and facts.has_bf16 and facts.num_wide_conv else {}
 
 
 @register
@@ -192,7 +195,7 @@ class Convolution(Technique):
     default = "kernel"
 
     def levels(self, facts: Facts) -> list[Level]:
-        why_not = "" if facts.num_conv else "the model has no 2-D convolution"
+        why_not = "" if facts.num_wide_conv else "no 2-D convolution has 16 channels, one group and no dilation"
         why_not = why_not or ("" if facts.device == "cpu" else "it is for CPUs: cuDNN has kernels of its own")
         return [
             Level("kernel", "the library's kernels, as given"),
@@ -206,4 +209,4 @@ class Convolution(Technique):
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         passes = (forward_by_products, input_gradient_by_products, weight_gradient_by_products)
         parts = (inside_image, unfold_rows, convolve_by_products, *passes, the_faster, FasterConvolution, convolve)
-        return Code(helpers=(*parts, convolutions_by_products), prepare=("convolutions_by_products(model)",))
+        return Code(helpers=(*parts, is_wide, convolutions_by_products), prepare=("convolutions_by_products(model)",))
