@@ -34,6 +34,7 @@ from fettle.techniques import (
     find,
     load,
     machine_facts,
+    needs_of,
     probe_facts,
     source,
 )
@@ -386,6 +387,21 @@ def test_bundles_are_free_of_conflict():
         assert all(conflict(recipe, facts) == "" for recipe in found)
     gpu = Facts(device="cuda", cuda_capability=(9, 0), num_linear=9, packages={"torchao": "0.18"})
     assert len(bundles(gpu)) >= 4
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_models_that_are_in_16_bits_as_given_are_tried_with_what_goes_beside_that(dtype):
+    level = {"bfloat16": "bf16", "float16": "fp16"}[dtype]
+    facts = replace(FACTS, dtype=dtype, cpu_flags=("avx512f", "avx512_bf16", "amx_bf16"))
+    assert canonical(Recipe({"precision": level}), facts) == Recipe()
+    if dtype == "bfloat16":
+        assert len(bundles(facts)) >= 4
+        assert not any("precision" in recipe.levels for recipe in bundles(facts))
+    gpu = Facts(device="cuda", cuda_capability=(9, 0), num_linear=9, dtype=dtype)
+    assert needs_of(gpu)["sparsity"] == {"grad": "inference_mode"}
+    assert needs_of(replace(gpu, dtype="float32"))["sparsity"] == {"grad": "inference_mode", "precision": "bf16"}
+    texts = replace(gpu, new_tokens=32, custom_call=True, keeps="static", dtype="bfloat16")
+    assert any(recipe.levels.get("kv_cache") == "static-compiled" for recipe in bundles(texts))
 
 
 def test_every_level_is_known_on_every_machine() -> None:

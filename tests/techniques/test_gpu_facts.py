@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fettle.recipe import Recipe
-from fettle.techniques import CATALOGUE, Facts, _probe, bundles, conflict, find, load, source
+from fettle.techniques import CATALOGUE, Facts, _host, _probe, bundles, conflict, find, load, source
 from fettle.techniques.quantize import quantize_linear, rows_of_linear
 from fettle.techniques.sparsity import sparsify
 from fettle.workload import Workload
@@ -215,8 +215,8 @@ def test_the_architecture_of_an_amd_gpu_is_read(monkeypatch: pytest.MonkeyPatch)
     properties = SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-")
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    assert _probe._gpu(True) == {"amd": "gfx942"}
-    assert _probe._gpu(False) == {}
+    assert _host.gpu(True) == {"amd": "gfx942"}
+    assert _host.gpu(False) == {}
 
 
 def test_int8_looks_at_batches_in_the_type_that_the_model_has() -> None:

@@ -80,11 +80,14 @@ def for_parts(levels: Mapping[str, str], facts: Facts) -> dict[str, str]:
 
 
 def needs_of(facts: Facts) -> dict[str, dict[str, str]]:
-    """By factor: levels of others that it cannot do without, in the same part where there are parts."""
+    """By factor: levels of others that it cannot do without, in the same part where there are parts, and that can be had
+    here. Weights in 16 bits as given need no conversion."""
     found: dict[str, dict[str, str]] = {}
     for name, technique, own in factors(facts):
         for other, level in technique.needs.items():
-            found.setdefault(name, {})[factor_name(other, own.part if find(other).of_module else "")] = level
+            of = own if find(other).of_module else facts
+            if not find(other).why_not(level, of):
+                found.setdefault(name, {})[factor_name(other, of.part)] = level
     return found
 
 
@@ -183,7 +186,7 @@ def bundles(facts: Facts) -> list[Recipe]:
     offered = [bundle for technique in techniques for bundle in technique.bundles(facts)]
     found: dict[Recipe, None] = {}
     for bundle in sorted(offered, key=lambda bundle: bundle.place):
-        recipe = canonical(Recipe({**usual, **bundle.levels}))
+        recipe = canonical(Recipe({**usual, **bundle.levels}), facts)
         recipe = recipe.without(*idle(recipe))
         if not conflict(recipe, facts) and (facts.ranks == 1 or facts.mode == "inference" or uses_ranks(recipe)):
             found[recipe] = None
@@ -201,7 +204,7 @@ def _bundles_of_parts(facts: Facts) -> list[Recipe]:
         levels = {name: level for name, level in usual.items() if technique_and_part(name)[1] not in chosen}
         for part, bundle in chosen.items():
             levels |= {factor_name(n, part): level for n, level in bundle.levels.items() if find(n).of_module}
-        return canonical(Recipe(levels))
+        return canonical(Recipe(levels), facts)
 
     longest = next(iter(offered))
     first = {part: found[0] for part, found in offered.items() if found}

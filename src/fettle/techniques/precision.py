@@ -122,6 +122,9 @@ class Precision(Technique):
             ),
         ]
 
+    def is_met(self, level: str, facts: Facts) -> bool:
+        return DTYPES.get(level) == f"torch.{facts.dtype}"
+
     def usual(self, facts: Facts) -> str:
         if facts.mode == "training" or facts.device != "cuda" or facts.dtype != "float32":
             return self.default
