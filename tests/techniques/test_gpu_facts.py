@@ -234,6 +234,17 @@ def test_an_exported_graph_goes_by_the_settings_of_torch_and_tensorrt_does_not(n
     assert "another runtime" in conflict(Recipe.parse(f"runtime=tensorrt {name}"), facts)
 
 
+@pytest.mark.parametrize(
+    "odd", [{"is_module": False}, {"not_in_16_bits": "so"}, {"changes_inputs": True, "num_4d_inputs": 1, "num_conv": 1}]
+)
+def test_models_that_cannot_have_what_is_usual_are_tried_without_that(odd: dict[str, Any]) -> None:
+    facts = replace(GPU, **odd)
+    assert find("precision").usual(facts) == "bf16"
+    tried = [recipe for recipe in bundles(facts) if "compile" in recipe.levels]
+    assert tried
+    assert not any({"precision", "channels_last"} & recipe.levels.keys() for recipe in tried)
+
+
 @pytest.mark.parametrize("num_conv", [0, 9])
 def test_other_runtimes_are_tried_early(num_conv: int) -> None:
     """With convolutions the usual levels are those of torch's own, which another runtime does not take."""

@@ -182,7 +182,7 @@ def bundles(facts: Facts) -> list[Recipe]:
     if facts.parts:
         return _bundles_of_parts(facts)
     techniques = [technique for technique in CATALOGUE if facts.mode in technique.modes]
-    usual = {technique.name: technique.usual(facts) for technique in techniques}
+    usual = _usual(facts)
     offered = [bundle for technique in techniques for bundle in technique.bundles(facts)]
     found: dict[Recipe, None] = {}
     for bundle in sorted(offered, key=lambda bundle: bundle.place):
@@ -193,11 +193,21 @@ def bundles(facts: Facts) -> list[Recipe]:
     return list(found)[:_MOST_BUNDLES]
 
 
+def _usual(facts: Facts) -> dict[str, str]:
+    """By factor the level that belongs to every bundle here; the default where that cannot be used."""
+    found = {}
+    for name, technique, own in factors(facts):
+        if facts.mode in technique.modes:
+            level = technique.usual(own)
+            found[name] = technique.default if technique.why_not(level, own) else level
+    return found
+
+
 def _bundles_of_parts(facts: Facts) -> list[Recipe]:
     """The bundles of a pipeline: the first of every part together, then the others of the part that takes longest
     beside the first of the others. The fourth is the second of every part together, the fifth the first of that part
     alone: a part that another runtime cannot run spoils whatever it is in."""
-    usual = {name: technique.usual(own) for name, technique, own in factors(facts) if facts.mode in technique.modes}
+    usual = _usual(facts)
     offered = {part: bundles(own) for part, own in facts.parts.items()}
 
     def joined(chosen: Mapping[str, Recipe]) -> Recipe:
