@@ -1,6 +1,8 @@
 """What is told of levels for GPUs before they are tried, and what their lines do that a CPU shows as well."""
 
 import contextlib
+import copy
+import functools
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -126,7 +128,10 @@ def test_xformers_computes_what_sdpa_would_and_leaves_masks_to_it(monkeypatch: p
     assert functional.scaled_dot_product_attention is torchs
 
 
-def test_transformer_engines_layers_have_the_models_own_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A stand-in for TransformerEngine, and how its context was entered."""
+
     class Linear(nn.Linear):
         def __init__(self, inputs: int, outputs: int, bias: bool, params_dtype: torch.dtype, device: Any) -> None:
             super().__init__(inputs, outputs, bias, dtype=params_dtype, device=device)
@@ -147,7 +152,15 @@ def test_transformer_engines_layers_have_the_models_own_parameters(monkeypatch: 
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", engine)
     scaling = SimpleNamespace(Float8CurrentScaling=lambda: "current")
     monkeypatch.setitem(sys.modules, "transformer_engine.common.recipe", scaling)
-    facts = replace(GPU, packages={"transformer_engine": "2.9.0"})
+    engine.entered = entered
+    return engine
+
+
+ENGINE = replace(GPU, packages={"transformer_engine": "2.9.0"})
+
+
+def test_transformer_engines_layers_have_the_models_own_parameters(engine: SimpleNamespace) -> None:
+    facts = ENGINE
     recipe = Recipe.parse("transformer_engine=float8")
     assert conflict(recipe, facts) == ""
     assert "pip install" in conflict(recipe, replace(facts, packages={"transformer_engine": "2.1.0"}))
@@ -160,9 +173,32 @@ def test_transformer_engines_layers_have_the_models_own_parameters(monkeypatch: 
     expected = net(x)
     fast = load(source(recipe, facts), "optimized")(net, [x])
     torch.testing.assert_close(fast(x), expected)
-    assert [type(layer) for layer in net] == [Linear, LayerNorm, nn.Linear, nn.LayerNorm]
+    assert [type(layer) for layer in net] == [engine.Linear, engine.LayerNorm, nn.Linear, nn.LayerNorm]
     assert all(one is before[name] for name, one in net.named_parameters())
-    assert entered == [(True, False, "current")]
+    assert engine.entered == [(True, False, "current")]
+
+
+def test_transformer_engines_layers_in_the_place_of_gpt_2s_are_trained(engine: SimpleNamespace) -> None:
+    class Conv1D(nn.Module):
+        __module__ = "transformers.pytorch_utils"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(32, 48)), nn.Parameter(torch.zeros(48))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.addmm(self.bias, x, self.weight)
+
+    torch.manual_seed(0)
+    as_given, x = nn.Sequential(Conv1D(), nn.LayerNorm(48)), torch.rand(8, 32)
+    net = copy.deepcopy(as_given)
+    for model, recipe in ((as_given, Recipe()), (net, Recipe.parse("transformer_engine=on"))):
+        train = load(source(recipe, replace(ENGINE, mode="training")), str(recipe))
+        steps = train(model, functools.partial(torch.optim.SGD, lr=1.0), lambda model, x: model(x).sin().mean(), [x])
+        for _, _ in zip(range(3), steps, strict=False):
+            pass
+    assert [type(layer) for layer in net] == [engine.Linear, engine.LayerNorm]
+    torch.testing.assert_close(net(x), as_given(x))
 
 
 def test_half_of_the_free_memory_is_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

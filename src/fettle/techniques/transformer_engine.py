@@ -108,9 +108,10 @@ class TransformerEngine(Technique):
         return f"an exported model has no layers of TransformerEngine. {self.tune_without()}"
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
-        layers = Code(
-            helpers=(is_conv1d, linear_of_conv1d, to_transformer_engine), prepare=("to_transformer_engine(model)",)
-        )
+        # In training, weights that are turned round are so before the optimizer is given them.
+        turned = ("linear_of_conv1d(model)",) if facts.mode == "training" else ()
+        helpers = (is_conv1d, linear_of_conv1d, to_transformer_engine)
+        layers = Code(helpers=helpers, setup=turned, prepare=("to_transformer_engine(model)",))
         if level == "on":
             return layers
         return replace(layers, helpers=(*layers.helpers, in_float8), contexts=("in_float8()",))
