@@ -222,9 +222,9 @@ def test_one_number_for_all_rows_has_no_groups() -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda batch: {"ids": batch["ids"]}, "no argument is a mask"),
+        (lambda batch: {"ids": batch["ids"]}, "no argument masks"),
         (lambda batch: _batch([12, 12, 11], 12), "3% of the places are padding"),
-        (lambda batch: {name: value.flip(1) for name, value in batch.items()}, "no argument is a mask"),
+        (lambda batch: {name: value.flip(1) for name, value in batch.items()}, "no argument masks"),
     ],
 )
 def test_where_it_is_not_offered(model: Reader, change, why: str) -> None:

@@ -125,7 +125,7 @@ class Ragged(Technique):
     def levels(self, facts: Facts) -> list[Level]:
         why_not = ""
         if facts.padding is None:
-            why_not = "no argument is a mask of rows that are filled up at their end"
+            why_not = "no argument masks what fills rows up at their end, or the answer is no tensors (use_cache=True)"
         elif facts.padding.share < _LEAST:
             why_not = f"{facts.padding.share:.0%} of the places are padding"
         elif facts.moving or facts.normalises_rows:
