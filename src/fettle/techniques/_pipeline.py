@@ -175,7 +175,7 @@ def looks_at(
     by_name = dict.fromkeys(names, 0)
 
     def look(batch: Any, called: dict[str, int]) -> Look:
-        run, timed = ready(batch), []
+        run, timed = ready(batch), list[Any]()
 
         def call() -> None:
             with counted_by_name(model, called):
