@@ -402,6 +402,8 @@ def test_models_that_are_in_16_bits_as_given_are_tried_with_what_goes_beside_tha
     assert needs_of(replace(gpu, dtype="float32"))["sparsity"] == {"grad": "inference_mode", "precision": "bf16"}
     texts = replace(gpu, new_tokens=32, custom_call=True, keeps="static", dtype="bfloat16")
     assert any(recipe.levels.get("kv_cache") == "static-compiled" for recipe in bundles(texts))
+    training = replace(gpu, mode="training", optimizer_levels=("foreach", "fused"))
+    assert any(recipe.levels.get("compile") == "default" for recipe in bundles(training))
 
 
 def test_every_level_is_known_on_every_machine() -> None:

@@ -79,7 +79,9 @@ def _mixed(dtype: str, facts: Facts) -> str:
 
 
 def autocast(facts: Facts) -> dict[str, str]:
-    """The level that is fastest for its care in training, where it is fast at all."""
+    """The level that is fastest for its care in training, where it is fast at all and weights are not 16 bits yet."""
+    if facts.dtype != "float32":
+        return {}
     if computes_in_bf16(facts):
         return {"precision": "autocast-bf16"}
     return {} if facts.device == "cpu" else {"precision": "autocast-fp16"}
