@@ -325,9 +325,11 @@ def test_what_other_runtimes_cannot_compute_is_seen_before_it_costs_a_trial():
 
 
 def test_what_an_exported_model_cannot_return_is_seen_before_it_is_exported():
-    facts = probe_facts(Workload(Caching().eval(), [torch.rand(2, 4)]))
-    for text in ("runtime=openvino", "runtime=aoti", "runtime=onnxruntime"):
-        said = conflict(Recipe.parse(text), facts)
+    facts = probe_facts(Workload(Caching().eval(), [torch.rand(2, 4), torch.rand(2, 4)]))
+    facts = replace(facts, packages={**facts.packages, "torchao": "0.18"}, cpu_flags=("avx2",))
+    for text in ("runtime=openvino", "runtime=aoti", "runtime=onnxruntime", "quantize=int8-static", "cuda_graphs=on"):
+        seen = replace(facts, device="cuda") if "cuda" in text else facts
+        said = conflict(Recipe.parse(text), seen)
         assert "values of type KeysCache among inputs or outputs cannot be exported: call" in said
     assert not conflict(Recipe.parse("compile=default"), facts)
 

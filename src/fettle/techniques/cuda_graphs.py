@@ -111,7 +111,7 @@ class CudaGraphs(Technique):
         elif facts.shapes_vary:
             why_not = "each input calls it in other shapes, and a graph has one"
         else:
-            why_not = facts.no_copies
+            why_not = facts.no_copies or facts.not_exported
         return [Level("off", "as given"), Level("on", "the forward pass is recorded and replayed", why_not)]
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:

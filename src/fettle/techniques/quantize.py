@@ -275,4 +275,4 @@ def _static(facts: Facts) -> str:
         return "exported, its recurrent layers take inputs of one size, and the batches differ"
     if not facts.num_linear + facts.num_conv:
         return "the model has no convolution or linear layer"
-    return facts.uncalibrated
+    return facts.uncalibrated or facts.not_exported
