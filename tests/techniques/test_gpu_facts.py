@@ -164,6 +164,7 @@ def test_transformer_engines_layers_have_the_models_own_parameters(engine: Simpl
     recipe = Recipe.parse("transformer_engine=float8")
     assert conflict(recipe, facts) == ""
     assert "pip install" in conflict(recipe, replace(facts, packages={"transformer_engine": "2.1.0"}))
+    assert conflict(recipe, replace(facts, packages={"transformer_engine": "2.10rc1"})) == ""
     assert "8.9" in conflict(recipe, replace(facts, cuda_capability=(8, 0)))
     training = replace(facts, mode="training")
     assert "without float8" in conflict(Recipe.parse(f"{recipe} checkpoint=blocks"), training)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -82,7 +83,7 @@ class TransformerEngine(Technique):
             why_not = "it is for NVIDIA's GPUs"
         elif not facts.num_linear:
             why_not = "the model has no linear layer"
-        elif tuple(map(int, facts.packages.get(_PACKAGE, "0.0").split(".")[:2])) < (2, 2):
+        elif tuple(map(int, re.findall(r"\d+", facts.packages.get(_PACKAGE, "0.0"))[:2])) < (2, 2):
             why_not = (
                 "TransformerEngine 2.2 or later is not installed: "
                 "pip install --no-build-isolation 'transformer_engine[pytorch]'"
