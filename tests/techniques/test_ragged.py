@@ -78,6 +78,14 @@ def test_what_is_filled_from_the_left_or_has_no_mask_is_run_as_given(model: Read
         assert not asked
 
 
+def test_another_form_of_call_than_the_sample_is_run_as_given(model: Reader) -> None:
+    batch = _batch([9, 4, 2], 12)
+    run = ByLength(model, "mask", {"ids": 1, "mask": 1})
+    with torch.no_grad():
+        found, wanted = run(batch["ids"], mask=batch["mask"]), model(**batch)
+    torch.testing.assert_close(found["each"], wanted["each"])
+
+
 class Weighted(Reader):
     """Beside the rows it takes a table, which is the same for all of them."""
 

@@ -64,7 +64,8 @@ class ByLength(Part):
 
         mask, lengths = filled(self.mask, args, kwargs)
         groups = self.groups(lengths)
-        if not lengths or (len(groups) == 1 and max(lengths) == mask.shape[1]):
+        known = self.at.keys() <= {*range(len(args)), *kwargs}  # else it is called in another form than the sample was
+        if not (lengths and known) or (len(groups) == 1 and max(lengths) == mask.shape[1]):
             return self.run(*args, **kwargs)
         rows, places = mask.shape
 
