@@ -282,6 +282,16 @@ def test_models_that_cannot_have_what_is_usual_are_tried_without_that(odd: dict[
     assert not any({"precision", "channels_last"} & recipe.levels.keys() for recipe in tried)
 
 
+def test_parts_of_a_batch_for_openvino_are_offered_where_it_can_run() -> None:
+    facts = Facts(samples=8, physical_cores=8)
+    for one, says in (
+        (replace(GPU, samples=8, physical_cores=8), "the work is on cuda"), (facts, "openvino is not installed"),
+        (replace(facts, packages={"openvino": "2026.4"}), ""),
+    ):  # fmt: skip
+        assert find("streams").why_not("per-core", one).startswith(says)
+        assert bool(find("streams").why_not("per-core", one)) is bool(says)
+
+
 @pytest.mark.parametrize("num_conv", [0, 9])
 def test_other_runtimes_are_tried_early(num_conv: int) -> None:
     """With convolutions the usual levels are those of torch's own, which another runtime does not take."""

@@ -303,7 +303,7 @@ class Streams(Technique):
     helps_when_shared = True
 
     def levels(self, facts: Facts) -> list[Level]:
-        why_not = ""
+        why_not = Runtime().why_not("openvino", facts)
         if facts.samples < 2:
             why_not = "a batch of one row cannot be cut"
         elif facts.physical_cores < 2:
