@@ -111,6 +111,7 @@ def with_decomposed_bias(model: torch.nn.Module) -> list[Any]:
         except Exception:  # it takes something else, or has other parts
             continue
         finally:
+            module.train(modes[0][1])  # whose class may do more than torch's there
             for one, training in modes:
                 one.training = training
     return found
