@@ -80,8 +80,8 @@ def for_parts(levels: Mapping[str, str], facts: Facts) -> dict[str, str]:
 
 
 def needs_of(facts: Facts) -> dict[str, dict[str, str]]:
-    """By factor: levels of others that it cannot do without, in the same part where there are parts, and that can be had
-    here. Weights in 16 bits as given need no conversion."""
+    """By factor: levels of others that it cannot do without, in the same part where there are parts, and that can be
+    had here: weights in 16 bits as given need no conversion."""
     found: dict[str, dict[str, str]] = {}
     for name, technique, own in factors(facts):
         for other, level in technique.needs.items():

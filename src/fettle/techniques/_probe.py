@@ -114,7 +114,8 @@ def _facts(workload: Workload, allow_batch: bool, forward: dict[str, Any]) -> Fa
         num_linear=_count(module, torch.nn.Linear) + sum(map(is_conv1d, module.modules())),
         uneven_steps=_uneven_steps(module, [*workload.inputs, *workload.check_inputs]),
         num_conv=_count(module, torch.nn.Conv2d) + _exported(module, "aten.conv2d."),
-        num_other_conv=_count(module, torch.nn.modules.conv._ConvNd) - _count(module, torch.nn.Conv2d)
+        num_other_conv=_count(module, torch.nn.modules.conv._ConvNd)
+        - _count(module, torch.nn.Conv2d)
         + _exported(module, "aten.conv1d.", "aten.conv3d.", "aten.conv_transpose"),
         num_wide_conv=sum(map(is_wide, module.modules())),
         num_4d_inputs=sum(tensor.dim() == 4 and tensor.is_floating_point() for tensor in given),

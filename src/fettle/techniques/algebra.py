@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from fettle.techniques._base import Bundle, Facts, Level, Recipe, Technique, register
-from fettle.techniques.runtime import AS_GIVEN, STATEFUL
+from fettle.techniques.runtime import AS_GIVEN, STATEFUL, why_not_exported
 
 
 @register
@@ -20,9 +20,9 @@ class Algebra(Technique):
     cost = 2
 
     def levels(self, facts: Facts) -> list[Level]:
-        why_not = "" if facts.uneven_sdpa else "no attention between few tokens and many was found"
+        uneven = "" if facts.uneven_sdpa else "no attention between few tokens and many was found"
         summary = "what is equal along a batch is computed once, and projections are applied to the fewer tokens"
-        return [Level("as-given", "as given"), Level("fewer-products", summary, why_not)]
+        return [Level("as-given", "as given"), Level("fewer-products", summary, uneven or why_not_exported(facts))]
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         runtime = recipe.levels.get("runtime", "torch")

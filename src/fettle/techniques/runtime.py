@@ -165,7 +165,7 @@ class Runtime(Technique):
     packages = (*(name for names in _RUN_BY.values() for name in names), "transformers")
 
     def levels(self, facts: Facts) -> list[Level]:
-        cannot, text = _why_not_exported(facts), facts.no_text
+        cannot, text = why_not_exported(facts), facts.no_text
         if facts.generates and (facts.sees_part or facts.keeps not in ("static", "whole")):
             text = NOT_WHOLE
         elif facts.masks_alone:
@@ -174,13 +174,14 @@ class Runtime(Technique):
         cuda = facts.not_nvidia if facts.device == "cuda" else "TensorRT needs a CUDA device"
         gpu = "" if facts.device == "cuda" else "it is for GPUs: on a CPU runtime=aoti compiles an exported model"
         kernels = cpu or _missing(facts, "openvino") or facts.cannot_run.get("openvino", "")
-        openvino, stateful = cannot or kernels, text or kernels
+        openvino, stateful = cannot or kernels or _not_float32("openvino", facts), text or kernels
         bf16 = "" if facts.has_bf16 else "this CPU has no bfloat16 instructions"
         data = facts.uncalibrated
         onnx = facts.not_nvidia or (_missing(facts, "onnxruntime-gpu") if facts.device == "cuda" else cpu)
         onnx = onnx or ("" if "onnxruntime-gpu" in facts.packages else _missing(facts, "onnxruntime"))
         onnx = onnx or _missing(facts, "onnx") or _missing(facts, "onnxscript")
         onnx = onnx or ("" if facts.device == "cuda" else facts.cannot_run.get("onnxruntime", ""))
+        onnx = onnx or _not_float32("onnxruntime", facts)
         crashes = (
             "" if facts.device != "cuda" or loads_cuda_libraries() else "torch 2.11 crashes when it loads one for CUDA"
         )
@@ -208,9 +209,6 @@ class Runtime(Technique):
         if level.startswith("openvino") or level == "onnxruntime":
             if precision != "fp32":
                 return f"precision={precision} is torch's; this runtime takes a float32 model"
-            no_bf16 = level == "onnxruntime" and facts.device == "cpu" and facts.dtype == "bfloat16"
-            if no_bf16 or (facts.dtype != "float32" and level.startswith("openvino") and level != STATEFUL):
-                return f"the weights are {facts.dtype}; this runtime takes a float32 model"
             if quantize != "none":
                 return f"quantize={quantize} uses operators that only torch has"
         if level == STATEFUL and levels.get("kv_cache", "as-given") not in ("as-given", "int8"):
@@ -225,7 +223,7 @@ class Runtime(Technique):
 
     def unpackaged(self, level: str, recipe: Recipe, facts: Facts) -> str:
         why = f"its model keeps keys and values between calls, which a stored one may not. {self.tune_without()}"
-        return why if level == STATEFUL else self.conflict(level, recipe, facts)
+        return why if level == STATEFUL else _not_float32(level, facts) or self.conflict(level, recipe, facts)
 
     def kind(self, level: str) -> str:
         return level.partition("-")[0]
@@ -326,7 +324,15 @@ class Streams(Technique):
 _EXTRAS = {"openvino": "openvino", "nncf": "openvino", "onnxruntime": "onnx", "onnx": "onnx", "onnxscript": "onnx"}
 
 
-def _why_not_exported(facts: Facts) -> str:
+def _not_float32(level: str, facts: Facts) -> str:
+    """Why a runtime cannot take weights in the type that they have, as a phrase; empty where it can."""
+    no_bf16 = level == "onnxruntime" and facts.device == "cpu" and facts.dtype == "bfloat16"
+    others = level.startswith("openvino") and facts.dtype != "float32"
+    return f"the weights are {facts.dtype}; this runtime takes a float32 model" if no_bf16 or others else ""
+
+
+def why_not_exported(facts: Facts) -> str:
+    """Why a model cannot be exported, as a phrase; empty where it may."""
     if not facts.is_module:
         return "the model is a plain callable"
     if facts.is_scripted:
