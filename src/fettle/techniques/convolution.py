@@ -163,7 +163,7 @@ def convolve(layer: Any, x: torch.Tensor) -> Any:
 
 def is_wide(layer: Any) -> bool:
     """Whether it is a plain convolution with enough channels to fill a product."""
-    plain = type(layer) is torch.nn.Conv2d and "forward" not in vars(layer) and layer.padding_mode == "zeros"
+    plain = type(layer) is torch.nn.Conv2d and layer.padding_mode == "zeros"
     plain = plain and layer.groups == 1 and layer.dilation == (1, 1) and not isinstance(layer.padding, str)
     return bool(plain and layer.in_channels >= 16)
 
