@@ -298,6 +298,8 @@ def test_runtimes_that_cannot_compute_in_the_types_of_the_weights():
         assert "the weights are bfloat16" in conflict(Recipe.parse(text), facts)
     assert not conflict(Recipe.parse("runtime=aoti"), facts)
     assert not conflict(Recipe.parse("runtime=onnxruntime"), replace(facts, dtype="float16"))
+    doubles = replace(facts, dtype="float64", num_linear=1, packages={"torchao": "0.18"})
+    assert find("quantize").why_not("int8-dynamic", doubles) == "torchao takes no weights in float64"
 
 
 def test_what_other_runtimes_cannot_compute_is_seen_before_it_costs_a_trial():

@@ -201,6 +201,7 @@ class Quantize(Technique):
     def levels(self, facts: Facts) -> list[Level]:
         cannot = "" if facts.is_module else "the model is a plain callable"
         cannot = cannot or ("" if "torchao" in facts.packages else "torchao is not installed: it is in the extra quant")
+        cannot = cannot or "torchao takes no weights in float64" * (facts.dtype == "float64")
         linear = "" if facts.num_linear else "the model has no linear layer"
         has_float8 = facts.cuda_capability >= (8, 9) or facts.amd.startswith(_FLOAT8)
         float8 = "" if has_float8 else "float8 needs a GPU of compute capability 8.9, or AMD's MI300 or later"
