@@ -45,7 +45,7 @@ from fettle.techniques._source import preamble
 from fettle.techniques.compile import During
 from fettle.techniques.cuda_graphs import Graphed
 from fettle.techniques.precision import to_16_bits
-from fettle.techniques.quantize import Quantize, quantize_static
+from fettle.techniques.quantize import Quantize, quantize_static, writes_over_inputs
 from fettle.tuning._arguments import check_techniques
 from fettle.workload import Target, Workload, find_target, leaves, spread, tensors
 from tests.forking import run_script
@@ -366,6 +366,34 @@ def test_int8_is_not_calibrated_on_a_model_that_its_calls_change():
     for changes in (False, True):
         why_not = find("quantize").why_not("int8-static", replace(FACTS, changes_buffers=changes))
         assert ("changes its own buffers" in why_not) == changes
+
+
+class Residual(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + self.layer(x)
+
+
+def test_inputs_are_copied_where_the_compiler_may_add_into_them():
+    for model, may in ((Residual(), True), (torch.nn.Linear(8, 8), False)):
+        assert writes_over_inputs(quantize_static(model.eval(), [torch.rand(4, 8) for _ in range(2)])) is may
+    assert "copied(args)" in source(Recipe.parse("quantize=int8-static compile=default freeze=on"), FACTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["compile=default", "runtime=aoti"])
+def test_int8_leaves_its_inputs_as_they_were(how):
+    recipe = Recipe.parse(f"mode=eval quantize=int8-static freeze=on grad=inference_mode {how}")
+    run, x = (
+        load(source(recipe, FACTS), "optimized")(Residual(), [torch.rand(4, 8) for _ in range(2)]),
+        torch.rand(4, 8),
+    )
+    before = x.clone()
+    run(x)
+    assert torch.equal(x, before)
 
 
 @pytest.mark.slow

@@ -144,6 +144,19 @@ def quantize_static(model: torch.nn.Module, batches: Any) -> Any:
         raise RuntimeError(f"int8: exported, {which} takes inputs of one size, and the batches differ") from error
 
 
+def writes_over_inputs(model: Any) -> bool:
+    """Whether torch's compiler may add into the floating tensors that an int8 model is given: torch 2.13 adds what a
+    linear layer gives to the other term in place, and does not look whether that is the caller's own."""
+    users = [user for node in model.graph.nodes if node.op == "placeholder" for user in node.users]
+    computed = [user for user in users if isinstance(user.meta.get("val"), torch.Tensor)]  # neither sizes nor guards
+    return any("quantize" not in str(user.target) for user in computed)
+
+
+def copied(tree: Any) -> Any:
+    """The same with copies of its floating tensors."""
+    return map_tensors(lambda tensor: tensor.clone() if tensor.is_floating_point() else tensor, tree)
+
+
 def quantize_exported(exported: Any, batches: Any) -> Any:
     """The module of an exported program with its convolutions and linear layers in int8, scales from `batches`."""
     import logging
@@ -252,12 +265,15 @@ class Quantize(Technique):
         return found
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
+        helpers: tuple[Any, ...]
         if level == "int8-static":
+            helpers = (map_tensors, spread, flatten, with_names, open_sizes, quantize_static, quantize_exported)
             return Code(
-                helpers=(spread, flatten, with_names, open_sizes, quantize_static, quantize_exported),
-                prepare=("model = quantize_static(model, batches)",),
+                helpers=(*helpers, writes_over_inputs, copied),
+                prepare=("model = quantize_static(model, batches)", "writes_over = writes_over_inputs(model)"),
+                inputs=("if writes_over:", "    args, kwargs = copied(args), copied(kwargs)"),
             )
-        helpers: tuple[Any, ...] = (spread, is_conv1d, linear_of_conv1d, *STATE_KEPT, rows_of_linear, quantize_linear)
+        helpers = (spread, is_conv1d, linear_of_conv1d, *STATE_KEPT, rows_of_linear, quantize_linear)
         seen, dtype = "", DTYPES.get(recipe.levels.get("precision", "fp32"))
         if facts.device == "cuda" and level == "int8-dynamic" and not facts.custom_call:
             seen = f", cast(batches, {dtype})" if dtype else ", batches"
