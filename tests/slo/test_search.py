@@ -376,6 +376,13 @@ def test_no_batch_is_tried_that_is_larger_than_was_asked_for_where_calls_have_th
     assert {point.setting.max_rows for point in found.points} == {1, 2, 4}
 
 
+def test_a_packages_own_queue_is_the_one_that_is_simulated(package, made_up):
+    made_up.costs = made_up.truth = {1: 0.01, 2: 0.012, 4: 0.016}
+    short = replace(package, settings=msgspec.structs.replace(package.settings, max_queue_rows=2))
+    few, many = (asyncio.run(search(one, 0.1, most_rows=4, cores=1)).points for one in (short, package))
+    assert max(point.predicted for point in few) < 0.9 * max(point.predicted for point in many)
+
+
 def test_numbers_of_workers_between_the_best_and_its_neighbours(package, made_up):
     made_up.costs = made_up.truth = {1: 0.01, 2: 0.012, 4: 0.016}
     found = asyncio.run(search(package, 0.1, most_rows=4, cores=8))

@@ -124,7 +124,8 @@ def plan(
     workload = replace(workload, data=[_batch(workload)])  # a loader that shuffles needs values, which fakes have not
     chosen = list(strategies) or usual_strategies()
     plans: list[Prediction] = []
-    with fake_world(world_size):
+    # Compiled code would not run on tensors without memory; beside `Timeline` torch would run it eagerly ever after.
+    with fake_world(world_size), torch.compiler.set_stance("force_eager"):
         for number, strategy in enumerate(chosen):
             on_progress(str(strategy), number, len(chosen))
             ranks = 1 if strategy.kind == "single" else world_size

@@ -43,6 +43,8 @@ class Setting(Branch):
     delay_s: float = 0.0
     buckets: tuple[int, ...] = ()
     """The package's only sizes of a call, where each is compiled for itself."""
+    max_queue_rows: int = ServeSettings().max_queue_rows
+    """The package's own: rows that may wait, beyond which its server refuses."""
 
     @property
     def branch(self) -> Branch:
@@ -51,7 +53,7 @@ class Setting(Branch):
 
     def batching(self) -> ServeSettings:
         """For the simulation."""
-        return ServeSettings(self.max_rows, self.delay_s * 1e3, self.buckets, workers=self.workers)
+        return ServeSettings(self.max_rows, self.delay_s * 1e3, self.buckets, self.max_queue_rows, self.workers)
 
     def __str__(self) -> str:
         delay = f", {self.delay_s * 1e3:.3g} ms delay" if self.delay_s else ""
@@ -151,8 +153,8 @@ class Measured:
 
     branch: Branch
     calibration: Calibration
-    buckets: tuple[int, ...] = ()
-    """`Setting.buckets` of its package."""
+    settings: ServeSettings = field(default_factory=ServeSettings)
+    """Its package's own."""
     most_rows: float = math.inf
     """Rows of the largest batch to try: where calls have the sizes of buckets, costs may be known of more."""
     overheads: Overheads | None = None

@@ -64,12 +64,13 @@ def rank(
 
 
 def _simulated(measured: Measured, limit_s: float) -> list[Point]:
-    branch, costs = measured.branch, measured.costs
+    own, costs = measured.settings, measured.costs
+    fixed = vars(measured.branch) | {"buckets": own.buckets, "max_queue_rows": own.max_queue_rows}
     curve = costs.curve
     points = []
     for rows in (size for size in ROWS if size <= min(curve.rows[-1], measured.most_rows)):
         for delay in DELAYS if rows > 1 else DELAYS[:1]:
-            setting = Setting(**vars(branch), max_rows=rows, delay_s=delay * curve.at(1), buckets=measured.buckets)
+            setting = Setting(**fixed, max_rows=rows, delay_s=delay * curve.at(1))
             best, outcome = capacity(setting.batching(), costs, limit_s)
             points.append(Point(setting, best, predicted_p50_s=outcome.percentile(50) if outcome else math.nan))
     return points

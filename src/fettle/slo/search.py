@@ -145,9 +145,7 @@ class _Search:
             self.result.failures.append(Failure(f"{branch}{at}", why))
         if calibration.samples:
             self.result.loads.append(calibration.load)
-            self.result.branches[branch] = Measured(
-                branch, calibration, package.settings.buckets, most, lender=self._lender
-            )  # fmt: skip
+            self.result.branches[branch] = Measured(branch, calibration, package.settings, most, lender=self._lender)
 
     def _lacks_memory(self, branch: Branch) -> str:
         """Why so many workers would not fit beside each other, by what one was seen to need; empty where they would."""

@@ -287,7 +287,8 @@ def _add_operators(flat: torch.nn.Module, tensors: Sequence[torch.Tensor], diges
     given = [mode.from_tensor(tensor) for tensor in tensors]
     for tensor in given:
         digest.update(f"{tensor.shape}{tensor.dtype}{tensor.stride()}{tensor.device}{operators.meet(tensor)}".encode())
-    with _unchanged(flat), _as_if_exporting(), mode, operators:
+    # Code that torch is to compile and meets beside such a mode it would run eagerly ever after.
+    with torch.compiler.set_stance("force_eager"), _unchanged(flat), _as_if_exporting(), mode, operators:
         results = flat(*given)
     digest.update(str([operators.tell(result) for result in results]).encode())
     return operators.with_data
