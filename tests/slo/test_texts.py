@@ -229,6 +229,12 @@ def test_packages_of_two_models_are_not_compared(store):
         variants_of([str(store / "net-1"), str(store / "echo")], trust)
 
 
+def test_packages_of_texts_that_lack_their_tokenizer_are_compared(monkeypatch):
+    manifest = SimpleNamespace(name="chat", handler=Settings(), files={}, requires={})
+    monkeypatch.setattr("fettle.package.manifest.open_package", lambda path: SimpleNamespace(manifest=manifest))
+    assert [one.name for one in variants_of(["chat-1", "chat-2"], writes=True)] == ["chat-1", "chat-2"]
+
+
 def test_a_table_that_cannot_be_written_loses_nothing_that_was_found(package, monkeypatch, tmp_path):
     found, _ = searched(package, monkeypatch)
     rows = room.texts_rows(found, "tiny")
@@ -328,14 +334,16 @@ def test_the_command_says_what_is_wrong(run_fettle, store, tmp_path, monkeypatch
     for given, said in (
         ((store / "net-1",), "say what limit"), ((store / "net-1", "--ttft", "1s"), "writes no texts"),
         (("a.py:b", "--ttft", "1s"), "need a package"), ((store / "net-1", "--itl", "0ms"), "more than 0"),
-        ((store / "net-1", "--itl", "1s", "--p99", "1s"), "without --p99"),
+        ((store / "net-1", "--itl", "1s", "--p99", "1s"), "--p99 is for models that write no texts"),
         ((store / "net-1", "--itl", "1s", "--prompt-tokens", "x"), "not a length"),
         ((store / "net-1", "--itl", "1s", "-o", "load.html"), "ends in .csv or a folder"),
         (("a.py:b", "--p99", "1s", "--study", "night"), "--storage"),
         (("a.py:b", "--p99", "1s", "--recipes", "5"), "--storage"),
-        ((store / "net-1", "--p99", "1s", "--max-error", "0.1"), "for the recipes of a target"),
-        ((store / "net-1", "--p99", "1s", "--output-tokens", "64"), "are for --ttft and --itl"),
-        ((store / "net-1", "--itl", "1s", "--max-error", "0.1"), "without --p99, --recipe, --storage, --max-error"),
+        ((store / "net-1", "--p99", "1s", "--max-error", "0.02"), "--max-error is for a target"),
+        ((store / "net-1", "--p99", "1s", "--output-tokens", "128"), "--output-tokens is for --ttft and --itl"),
+        ((store / "net-1", "--itl", "1s", "--max-error", "0.02"), "--max-error is for a target: package the model with"),
+        ((store / "net-1", "--itl", "1s", "--texts", "t.jsonl", "--prompt-tokens", "64"), "--texts FILE has its own"),
+        ((store / "net-1", "--itl", "1s", "--trust", "0"), "--trust is for models that write no texts"),
         ((store / "net-1", "a.py:b", "--p99", "1s"), "a.py:b is no package"),
         ((store / "net-1", store / "m.zip", "--p99", "1s"), "is not a package"),
     ):  # fmt: skip

@@ -93,6 +93,15 @@ def given(ctx: typer.Context, *but: str) -> list[str]:
     return [option for option, one in sources.items() if one is not None and one.name == "COMMANDLINE"]
 
 
+def check_given(ctx: typer.Context, *rules: tuple[bool, Sequence[str], str]) -> None:
+    """Raise `UsageError` where the command line names an option that is of no use: `rules` are whether options are
+    unused, which, and what they are for."""
+    named = given(ctx)
+    for unused, options, purpose in rules:
+        if unused and (wrong := [option for option in named if option in options]):
+            raise UsageError(f"{wrong[0]} is {purpose}")
+
+
 def duration_s(text: str, option: str, bare: str = "s") -> float:
     """``90s``, ``10m``, ``1h``, ``100ms`` as seconds; a `bare` number has that unit, or is refused if there is none."""
     match = _DURATION.fullmatch(text)

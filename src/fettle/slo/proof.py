@@ -66,15 +66,15 @@ async def bracket(
     served: ServerProcess | None = None
     try:
         for number in range(4):
-            tested = journal.answer(key(rate), Tested)
-            if tested is None:
+            known = journal.answer(key(rate), Tested)
+            if known is None:
                 on_test(rate)
                 served = served or await start()
-                made = await watched(around, partial(test, served, rate))
-                tested, load = made
+                tested, load = await watched(around, partial(test, served, rate))
                 tested.run |= {"is_quiet": load.is_quiet, "load": plain(load)}
                 journal.put(key(rate), tested)
             else:
+                tested = known
                 result.tests_kept += 1
             result.tests += 1
             result.loads.append(Load.from_json(tested.run.get("load", {})))

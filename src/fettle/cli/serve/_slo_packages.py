@@ -30,7 +30,7 @@ def variants_of(texts: Sequence[str], trust: Sequence[str] = (), *, writes: bool
     def asked(package: Package) -> object:
         manifest = package.manifest
         of_texts = isinstance(manifest.handler, Settings)
-        return manifest.handler, manifest.files[TOKENIZER] if of_texts else (manifest.inputs, package.handler_digest)
+        return manifest.handler, manifest.files.get(TOKENIZER) if of_texts else (manifest.inputs, package.handler_digest)
 
     variants: list[Variant] = []
     for text in dict.fromkeys(texts):

@@ -110,8 +110,9 @@ def command(
     seconds, limit_s = _options.duration_s(duration, "--duration"), _options.limit_s(p99, "--p99")
     token, tls = read_text(token_file).strip() if token_file is not None else "", trusting(ca_file)
     limits = TextLimits(_options.limit_s(ttft, "--ttft"), _options.limit_s(itl, "--itl"))
-    given, is_text, sizes = _options.given(ctx), _asks_for_texts(url), ("--prompt-tokens", "--output-tokens")
-    for unused, names, purpose in (
+    is_text, sizes = _asks_for_texts(url), ("--prompt-tokens", "--output-tokens")
+    _options.check_given(
+        ctx,
         (not is_text, ("--ttft", "--itl", "--texts", "--model", *sizes),
          "for a server that writes texts: give its URL with /v1"),
         (is_text, ("--body", "--rows", "--content-type"),
@@ -120,9 +121,7 @@ def command(
         (body is not None, ("--rows",), "for values that are made up: --body FILE is sent as it is"),
         (body is None, ("--content-type",), "for --body FILE"),
         (not rate, ("--even",), "for --rate"),
-    ):  # fmt: skip
-        if unused and (wrong := [name for name in given if name in names]):
-            raise UsageError(f"{wrong[0]} is {purpose}")
+    )  # fmt: skip
     if is_text:
         lines = text_lines(prompt_tokens, output_tokens, texts, seed=seed)
         requests = text_requests(url, lines, model=model, seed=seed, token=token, tls=tls)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 
 def command(
+    ctx: typer.Context,
     packages: Annotated[
         list[str] | None,
         typer.Argument(
@@ -124,7 +125,7 @@ def command(
         opened = [_packaged(text, recipe, say) for text in packages or ()]
         if p99 is not None:
             with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-                opened = [_tuned(package, p99, rate, device, trust) for package in opened]
+                opened = [_tuned(ctx, package, p99, rate, device, trust) for package in opened]
     with contextlib.ExitStack() as waiting:
         waiting.enter_context(
             _show.status_line(f"loading {', '.join(one.manifest.name for one in opened)}", quiet=as_json)
@@ -201,7 +202,7 @@ def _packaged(text: str, recipe: Path | None, say: Callable[[str], None]) -> Pac
 
 
 def _tuned(
-    package: Package, p99: str, rate: float, device: list[str] | None, trust: list[str] | None
+    ctx: typer.Context, package: Package, p99: str, rate: float, device: list[str] | None, trust: list[str] | None
 ) -> Package:  # fmt: skip
     """The package with the best setting under the limit. Leaves with exit code 1 where the rate cannot be had."""
     from fettle.cli.serve.slo import command as slo
@@ -209,7 +210,7 @@ def _tuned(
 
     try:
         slo(
-            [str(package.folder)], p99, rate=rate, max_rows=min(32, package.manifest.max_rows), device=device,
+            ctx, [str(package.folder)], p99, rate=rate, max_rows=min(32, package.manifest.max_rows), device=device,
             trust=trust,
         )  # fmt: skip
     except typer.Exit as leaving:

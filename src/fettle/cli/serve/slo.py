@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 
 def command(
+    ctx: typer.Context,
     target: Annotated[
         list[str],
         typer.Argument(
@@ -55,13 +56,11 @@ def command(
     ] = None,
     study: Annotated[str, typer.Option(help="name of the study in that storage; default: the target's name")] = "",
     recipes: Annotated[
-        int | None,
-        typer.Option(min=1, help="how many recipes of the study to try, beside the model as given", show_default="3"),
-    ] = None,
+        int, typer.Option(min=1, help="how many recipes of the study to try, beside the model as given")
+    ] = 3,
     max_error: Annotated[
-        float | None,
-        typer.Option(help="with a target: largest relative error of a recipe's answers", show_default="0.02"),
-    ] = None,
+        float, typer.Option(help="with a target: largest relative error of a recipe's answers")
+    ] = 0.02,
     max_rows: Annotated[int, typer.Option(min=1, max=256, help="rows of the largest batch to try")] = 32,
     cores: Annotated[int | None, typer.Option(min=1, help="cores for the workers; default: all")] = None,
     device: Annotated[
@@ -123,16 +122,19 @@ def command(
     from fettle.package.manifest import check_place
     from fettle.report import slo_page
 
-    if (study or recipes is not None) and storage is None:
-        raise UsageError("--study and --recipes are of a study in a --storage: name that, too")
     wanted = _options.outputs(output, ".csv", folder=True)
     check_writable(csv_file := wanted.get(".csv", csv_file))
-    if ttft or itl:
-        if p99 is not None or storage is not None or recipe or price or max_error is not None:
-            raise UsageError(
-                "--ttft and --itl go without --p99, --recipe, --storage, --max-error and --price-per-hour: to choose "
-                "among recipes, package the model with each (fettle serve package --recipe) and name the packages"
-            )
+    writes, sizes = bool(ttft or itl), ("--prompt-tokens", "--output-tokens")
+    _options.check_given(
+        ctx,
+        (writes, ("--p99", "--price-per-hour", "--trust"), "for models that write no texts"),
+        (writes, ("--recipe", "--storage", "--max-error"),
+         "for a target: package the model with each recipe (fettle serve package --recipe) and name the packages"),
+        (storage is None, ("--study", "--recipes"), "of a study in a --storage: name that, too"),
+        (not writes, ("--texts", *sizes), "for --ttft and --itl"),
+        (texts is not None, sizes, "for texts that are made up: --texts FILE has its own"),
+    )  # fmt: skip
+    if writes:
         limits = TextLimits(_options.limit_s(ttft, "--ttft"), _options.limit_s(itl, "--itl"))
         _of_texts(
             target, limits, text_lines(prompt_tokens, output_tokens, texts), wanted.get(""), csv_file, write=write,
@@ -142,12 +144,10 @@ def command(
             confirm=confirm, seconds=_options.duration_s(seconds, "--duration"),
         )  # fmt: skip
         return
-    if texts is not None or p99 is None:
+    if p99 is None:
         raise UsageError(
             "say what limit to keep: --p99 100ms, or for a model that writes texts --ttft 500ms --itl 50ms"
         )
-    if (prompt_tokens, output_tokens) != ("128", "128"):
-        raise UsageError("--prompt-tokens and --output-tokens are for --ttft and --itl")
     if not (limit_s := _options.limit_s(p99, "--p99")):
         raise UsageError("--p99 must be more than 0")
     options: dict[str, Any] = {
@@ -156,9 +156,10 @@ def command(
         "devices": _options.devices(device) or host.devices(), "seconds": _options.duration_s(seconds, "--duration"),
         "trust": trust or (),
     }  # fmt: skip
-    work = _Work.of(target, recipe or [], storage, study, recipes or 3, trust or ())
-    if max_error is not None and work.target is None:
-        raise UsageError("--max-error is for the recipes of a target: how exactly a package answers is known already")
+    work = _Work.of(target, recipe or [], storage, study, recipes, trust or ())
+    _options.check_given(
+        ctx, (work.target is None, ("--max-error",), "for a target: how exactly a package answers is known already")
+    )
     if write and work.packages:
         check_settings(work.packages)
     folder = wanted.get("", Path(f"slo-{work.name}"))
@@ -167,7 +168,7 @@ def command(
         if place.exists() and not (folder / "measured.jsonl").exists():
             raise UsageError(f"{place} exists already, and no search of fettle's made it: give another --output")
     with _show.status_line("starting", quiet=as_json) as progress, _quiet.users_code_quiet():
-        result = run(work.search(folder, 0.02 if max_error is None else max_error, options, progress))
+        result = run(work.search(folder, max_error, options, progress))
     data = as_data(result, name=work.name, target=" ".join(target), machine=_machine(), written="")
     best = (lambda: work.write(result, folder)) if write else None
     rows = torchserve_rows(result, work.name)
