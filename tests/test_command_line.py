@@ -341,6 +341,7 @@ def test_limits_for_ci_that_say_nothing_are_refused(run_fettle, text: str) -> No
         ("plan m.py --device-memory 0", "give the memory of one device"),
         ("study m.py --enqueue", "give it one, --study NAME"),
         ("study --from-csv t.csv --enqueue", "leave out the targets and how to measure"),
+        ("study m.py --storage s.db --study night --enqueue --atlas a.parquet", "--enqueue measures nothing"),
         ("study --storage s.db --study night --design ladder", "leave out how to measure, or name them"),
         ("serve load http://a --ttft 1s -c 1", "give its URL with /v1"),
         ("serve package m.py --chat-template t.jinja", "for --handler generate"),

@@ -174,6 +174,7 @@ def test_what_is_odd_about_the_second_of_two_is_said(tmp_path: Path, run_fettle)
     [
         ["missing.pickle"],
         ["{file}", "--request", "lots"],
+        ["{file}", "--device-free", "1GiB"],
         ["{file}", "--device", "9"],
         ["{file}", "--output", "{file}/r.html"],
         ["{file}", "--device", "cpu"],

@@ -49,6 +49,8 @@ def command(
         first = read(snapshot, max_file_bytes=limit)
         show("analysing")
         analysis = analyse(first, number, request_bytes=request_bytes, device_free_bytes=free_bytes, top=top)
+        if free_bytes is not None and analysis.fit is None:
+            raise UsageError("--device-free is for a request, and none has failed in this snapshot: name one, --request")
         difference = None
         if second is not None:
             later = read(second, max_file_bytes=limit)

@@ -165,6 +165,8 @@ def command(
     elif enqueue:
         raise UsageError("`enqueue` begins a study that workers find by its name: give it one, `study=NAME`")
     if enqueue:
+        if atlas is not None:
+            raise UsageError("`atlas` stands beside what is measured, and `enqueue` measures nothing: leave one out")
         _enqueue(targets or [], settings, as_json)
         return
     from_storage = storage is not None and study is not None and not targets
