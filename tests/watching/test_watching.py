@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import gzip
 import io
 import json
 import threading
@@ -15,7 +16,7 @@ import torch
 import fettle
 from fettle.errors import UsageError
 from fettle.watching import StepReport, Steps, account, watch
-from fettle.watching.slow import write_samples
+from fettle.watching.slow import numbered, write_samples
 from fettle.watching.watch import _utilisation
 
 
@@ -289,6 +290,13 @@ def test_sampled_stacks_become_nested_calls(tmp_path: Path) -> None:
         ("f.py(2): b", 0.0, 10000.0),
         ("f.py(3): c", 10000.0, 5000.0),
     }
+
+
+def test_traces_of_slow_steps_that_are_named_so_are_compressed(tmp_path: Path) -> None:
+    path = numbered(tmp_path / "slow.json.gz", 7)
+    write_samples(path, [(0, (("a", "f.py", 1),))], 7)
+    (event,) = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    assert (path.name, event["name"]) == ("slow-7.json.gz", "f.py(1): a")
 
 
 def test_no_steps_says_what_to_do() -> None:

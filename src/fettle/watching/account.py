@@ -18,7 +18,7 @@ from typing import Any, Literal
 from fettle.errors import UsageError
 from fettle.estimates import nearest_rank
 from fettle.watching.report import SlowStep, StepReport
-from fettle.watching.slow import Sampler, hottest, write_samples
+from fettle.watching.slow import Sampler, hottest, numbered, write_samples
 
 Part = Literal["data", "sync"]
 _KEPT_STEPS = 100_000
@@ -164,9 +164,7 @@ class Steps:
         samples = self._sampler.of(self._count - 1) if self._sampler else []
         path = line = None
         if samples and self.slow_trace is not None:
-            target = self.slow_trace
-            if self._slow:
-                target = target.with_name(f"{target.stem}-{self._count}{target.suffix}")
+            target = numbered(self.slow_trace, self._count) if self._slow else self.slow_trace
             line = hottest(samples)
             with contextlib.suppress(UsageError):  # the loop goes on where the disk is full
                 write_samples(target, samples, self._count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import sys
@@ -14,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from fettle.errors import is_program
-from fettle.files import write_text
+from fettle.files import write_bytes
 
 _MOST_SAMPLES = 20_000
 _PERIOD_S, _SELDOM_S = 0.005, 0.05
@@ -90,6 +91,12 @@ def hottest(samples: list[Sample]) -> str | None:
     return f"{place} ({count / len(samples):.0%} of samples)"
 
 
+def numbered(path: Path, number: int) -> Path:
+    """The trace of another slow step, beside that of the first at `path`."""
+    ends = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
+    return path.with_name(f"{path.name.removesuffix(ends)}-{number}{ends}")
+
+
 def write_samples(path: Path, samples: list[Sample], number: int) -> None:
     """Sampled stacks as a trace: a call that is in several samples in a row is one event from the first to the last."""
     base, gap = samples[0][0], 5_000_000
@@ -120,4 +127,5 @@ def write_samples(path: Path, samples: list[Sample], number: int) -> None:
         open_calls.extend(((name, file), at, line) for name, file, line in frames[same:])
     close(0, samples[-1][0] + gap)
     data = {"traceEvents": events, "fettle": {"step": number, "sampled_every_ms": 5, "samples": len(samples)}}
-    write_text(path, json.dumps(data))
+    content = json.dumps(data).encode()
+    write_bytes(path, gzip.compress(content) if path.suffix == ".gz" else content)
