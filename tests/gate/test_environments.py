@@ -5,7 +5,10 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -105,6 +108,35 @@ def test_what_a_project_asks_for_within_constraints_is_installed_anew_where_it_d
     environments.build(tmp_path, ["constraints.txt"], tmp_path / "out", lambda text: None)
     assert not unused.exists()
     assert Path(built[0]).exists()
+
+
+def test_of_two_gates_that_need_an_environment_at_once_one_builds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, made = threading.Event(), []
+
+    def run(command: list[str], place: Path, home: Path) -> None:
+        made.append(home)
+        begun.set()
+        for _ in range(50):  # for as long as the other would take to begin as well
+            if len(made) > 1:
+                break
+            time.sleep(0.01)
+        (home / "bin").mkdir(parents=True)
+        (home / "bin" / "python").symlink_to(sys.executable)
+
+    def build() -> str:
+        return environments.build(tmp_path, ["requirements.txt"], tmp_path / "out", lambda text: None).path
+
+    monkeypatch.setattr(environments, "_commands", lambda *_: [["make"]])
+    monkeypatch.setattr(environments, "_run", run)
+    monkeypatch.setattr(environments, "_able", lambda found, *_: found)
+    (tmp_path / "requirements.txt").touch()
+    with ThreadPoolExecutor(2) as gates:
+        first = gates.submit(build)
+        assert begun.wait(60)
+        assert gates.submit(build).result(60) == first.result(60)
+    assert len(made) == 1
 
 
 PROJECT = """

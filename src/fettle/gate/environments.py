@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 from fettle.errors import UsageError
+from fettle.journal import locked
 from fettle.procs.interpreter import Interpreter, find_interpreters, look
 
 _PIP_FILE = re.compile(r"(requirements|constraints)[^/]*\.(txt|lock)$|requirements/[^/]+\.txt$")
@@ -70,10 +71,17 @@ def build(place: Path, locks: Sequence[str], folder: Path, say: Callable[[str], 
     done = home / "complete"
     if not done.exists():
         say(f"installing {', '.join(locks[:3])} into {home}")
-        _let_go(home.parent)
-        shutil.rmtree(home, ignore_errors=True)  # what was begun and not finished
-        for command in _commands(place, locks, home.resolve()):
-            _run(command, place, home.resolve())
+        home.parent.mkdir(parents=True, exist_ok=True)
+        lock = locked(home.with_name(f"{home.name}.lock"), wait=True)
+        try:
+            if not done.exists():  # no other gate has built it meanwhile
+                _let_go(home.parent)
+                shutil.rmtree(home, ignore_errors=True)  # what was begun and not finished
+                for command in _commands(place, locks, home.resolve()):
+                    _run(command, place, home.resolve())
+                done.touch()
+        finally:
+            os.close(lock)
     with contextlib.suppress(OSError):  # it may be another user's
         done.touch()  # it is used now
     (found,) = find_interpreters([f"other={home}"])
