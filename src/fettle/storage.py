@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import optuna
 from optuna.exceptions import StorageInternalError
 from optuna.storages import RDBStorage
+from sqlalchemy import URL, make_url
 from sqlalchemy.exc import DataError, DBAPIError, ProgrammingError
 
 from fettle.errors import UsageError, extra, refusing
@@ -96,17 +97,17 @@ def open_storage(url: str, heartbeat_s: int | None = None, grace_s: int = GRACE_
 
 def storage_url(storage: str | None, folder: Path) -> str:
     """The Optuna storage: as given, or a SQLite file ``study.db`` in `folder`."""
-    if storage:
-        return storage if "://" in storage else f"sqlite:///{Path(storage).resolve()}"
-    return f"sqlite:///{(folder / 'study.db').resolve()}"
+    if storage and "://" in storage:
+        return storage
+    file = Path(storage) if storage else folder / "study.db"
+    return URL.create("sqlite", database=str(file.resolve())).render_as_string()  # with `?` and `%` as URLs have them
 
 
 def check_there(url: str) -> None:
     """Raise `UsageError` for a SQLite file that is not there or has no studies: who only reads would make tables."""
-    scheme, file, rest = url.partition("sqlite:///")
-    if scheme or not file:
+    if not url.startswith("sqlite:///"):
         return
-    path = Path(rest.partition("?")[0])
+    path = Path(make_url(url).database or "")
     if not path.is_file():
         raise UsageError(f"no such storage: {path}")
     try:

@@ -131,6 +131,15 @@ def test_what_a_storage_calls_an_argument_leads_out_of_no_folder(storage: str, t
         stored(Settings(storage=storage, name="night", output=tmp_path))
 
 
+def test_a_study_lies_in_the_folder_that_is_meant_whatever_its_name(tmp_path: Path):
+    folder = tmp_path / "what? 50%41 {b} #1 é"
+    folder.mkdir()
+    url = storage_url(None, folder)
+    assert room.open_storage(url).get_all_studies() == []
+    room.check_there(url)
+    assert (list(tmp_path.iterdir()), list(folder.iterdir())) == ([folder], [folder / "study.db"])
+
+
 def test_of_two_that_make_a_storage_at_once_the_other_opens_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     makes = room.RDBStorage
     met = [IntegrityError("INSERT", {}, Exception("UNIQUE constraint failed: alembic_version.version_num"))]
