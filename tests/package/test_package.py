@@ -613,6 +613,12 @@ def test_each_size_is_warmed_once_and_where_calls_may_be_recorded_twice(written,
     assert sizes == calls
 
 
+def test_of_many_sizes_powers_of_two_and_the_most_are_warmed():
+    assert ServeSettings().warm_sizes(5) == [1, 2, 3, 4, 5]
+    assert ServeSettings().warm_sizes(1000) == [*range(1, 33), 64, 128, 256, 512, 1000]
+    assert ServeSettings(max_rows=100, buckets=(40, 70, 100)).warm_sizes(100) == [40, 70, 100]
+
+
 def test_whoever_calls_the_model_its_call_has_a_size_that_exists(written, monkeypatch):
     runner, sizes = ModelRunner(replace(written, settings=ServeSettings(max_rows=4, buckets=(1, 4)))), []
     call = runner.call

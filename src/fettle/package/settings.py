@@ -16,6 +16,8 @@ import tomli_w
 log = logging.getLogger("fettle.serve.settings")
 MAX_ROWS, MAX_WORKERS, MAX_THREADS = 1 << 14, 256, 1024
 """What a package may ask for: batches as large, as many processes, and threads of each."""
+EACH_WARM = 32
+"""Up to so many rows each size is warmed up, beyond it powers of two and the most."""
 _DEVICE = re.compile(r"[a-z]{2,16}(:\d{1,3})?")
 
 
@@ -100,6 +102,12 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def call_rows(self, rows: int) -> int:
         """Rows of the call that carries so many: where only some sizes exist, the next of them, if there is one."""
         return next((size for size in self.buckets if size >= rows), rows) if self.buckets else rows
+
+    def warm_sizes(self, most: int) -> list[int]:
+        """Sizes of calls of up to `most` rows that are run before any client's: of many that may come not all are, as
+        that would take minutes."""
+        rows = range(1, most + 1)
+        return sorted({self.call_rows(n) for n in (rows if self.buckets else [*rows[:EACH_WARM], *powers(most)])})
 
     def cost_curve(self, machine: str) -> CostCurve | None:
         """The measured curve, if it is of this machine."""

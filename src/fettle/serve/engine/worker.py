@@ -89,7 +89,7 @@ class Worker:
             spawned = spawn(self.threads)
         spawned.taken = True
         await process.start(spawned)
-        sizes = sorted({pool.queue.settings.call_rows(rows) for rows in range(1, settings.max_rows + 1)})
+        sizes = pool.queue.settings.warm_sizes(settings.max_rows)
         process.write(wire.Load(
             str(pool.package.folder), settings, sizes, self.threads, self.cores, pool.trust, self.device, pool.explains,
             sum(other.device == self.device for other in (*pool.workers, *pool.joining)),
