@@ -24,8 +24,8 @@ def chunk(said):
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-async def served(broken=False):
-    """A server that writes three pieces and counts 4 tokens; or breaks off after the first."""
+async def served(broken=False, counts=True):
+    """A server that writes three pieces and counts 4 tokens, or none; or breaks off after the first."""
 
     async def answer(reader, writer):
         while head := await reader.readuntil(b"\r\n\r\n") if not reader.at_eof() else b"":
@@ -41,16 +41,17 @@ async def served(broken=False):
                     writer.write(chunk({"error": {"message": "no memory", "type": "server_error"}}))
                     break
             if not broken:
-                writer.write(chunk({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 4}}))
+                usage = {"prompt_tokens": 5, "completion_tokens": 4}
+                writer.write(chunk({"choices": [], "usage": usage if counts else None}))
                 writer.write(chunk(b"[DONE]"))
             writer.write(b"0\r\n\r\n")
 
     return await asyncio.start_server(answer, "127.0.0.1", 0)
 
 
-def load(loop, *given, broken=False, **how):
+def load(loop, *given, broken=False, counts=True, **how):
     async def whole():
-        server = await served(broken)
+        server = await served(broken, counts)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
         return await loop(text_requests(url, text_lines("8", "4"), model="m"), *given, **how)
 
@@ -72,6 +73,13 @@ def test_each_token_is_heard_and_counted():
     assert opened.texts
     assert opened.goodput == 0
     assert opened.missed
+
+
+def test_the_pieces_of_a_server_that_counts_no_tokens_are_counted():
+    run = load(closed_loop, 2, 0.3, counts=False)
+    said = as_data(run)["texts"]
+    assert (said["tokens"], said["prompt_tokens"]) == (3 * run.answered, None)
+    assert said["tokens_per_s"] == pytest.approx(3 * run.throughput, rel=0.01)
 
 
 def test_the_report_names_the_run_with_the_most_answers_in_time():

@@ -268,5 +268,5 @@ def _texts(run: Run) -> dict[str, Any]:
         "itl_ms": {f"p{p}": run.itl_s(p) * 1e3 for p in percents},
         "ttft_limit_ms": run.limits.ttft_s * 1e3, "itl_limit_ms": run.limits.itl_s * 1e3,
         "tokens_per_s": run.tokens_per_s, "tokens": sum(text.tokens for text in run.texts),
-        "prompt_tokens": sum(text.prompt_tokens for text in run.texts),
+        "prompt_tokens": sum(text.prompt_tokens for text in run.texts) or None,
     }  # fmt: skip

@@ -87,8 +87,10 @@ class TextConnection(Connection):
         return said(refusal.error.message.partition("\n")[0])
 
     def heard(self, start: float) -> tuple[np.ndarray[Any, Any], int, int]:
-        """Of the last answer: when its pieces came, in seconds from `start`, and the tokens of its prompt and text."""
-        return np.array(self._moments) - start, self._usage.prompt_tokens or 0, self._usage.completion_tokens or 0
+        """Of the last answer: when its pieces came, in seconds from `start`, and the tokens of its prompt (0: the server
+        does not say) and of its text (then its pieces)."""
+        tokens = self._usage.completion_tokens or len(self._moments)
+        return np.array(self._moments) - start, self._usage.prompt_tokens or 0, tokens
 
     def on_message_complete(self) -> None:
         """The answer has ended; one without its last event broke off."""
