@@ -60,6 +60,21 @@ def test_nan_and_inf_never_pass(value: float) -> None:
     assert Judge().reason(found)
 
 
+def test_no_number_is_right_where_the_reference_has_none() -> None:
+    for none, answer in ((math.nan, 0.0), (math.inf, 1.7e308), (-math.inf, math.inf), (math.nan, math.inf)):
+        reference = {"y": torch.tensor([1.0, none], dtype=torch.float64)}
+        assert "differs where" in compare({"y": torch.tensor([1.0, answer], dtype=torch.float64)}, reference).problem
+        assert compare(reference, reference).problem == ""
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64, torch.bool])
+def test_a_fraction_is_no_whole_number(dtype: torch.dtype) -> None:
+    reference = {"y": torch.ones(2, dtype=dtype)}
+    assert compare({"y": torch.tensor([1.9, math.nan])}, reference).error == 1
+    assert compare({"y": torch.ones(2)}, reference).error == 0
+    assert compare({"y": torch.ones(2, dtype=torch.int32)}, reference).error == 0
+
+
 def test_infinity_where_the_reference_has_it_is_right() -> None:
     reference = {"y": torch.tensor([1.0, -math.inf])}
     assert compare({"y": torch.tensor([1.0, -math.inf])}, reference).problem == ""

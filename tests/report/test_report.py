@@ -496,7 +496,8 @@ def test_figures_that_cannot_be_are_refused(change: dict[str, object]) -> None:
     ("place", "value"),
     [
         (("machine", "peaks"), "many"), (("machine", "versions"), ["2.13"]), (("machine", "memory_bytes"), "16 GiB"),
-        (("limits", "max_error"), -1.0), (("reference", "noise"), -1.0), (("winner", "accuracy", "error"), -1.0),
+        (("limits", "max_error"), -1.0), (("reference", "noise"), -1.0), (("reference", "noise"), None),
+        (("winner", "accuracy", "error"), -1.0),
     ],
 )  # fmt: skip
 def test_what_no_page_can_show_is_refused_and_ends_in_no_traceback(place: tuple[str, ...], value: object) -> None:

@@ -109,8 +109,8 @@ def _check(result: Outcome) -> None:
     trials += [trial for trial in (result.winner, result.baseline_again) if trial is not None]
     if len(trials) > _MAX_TRIALS:
         raise UsageError(f"it has {len(trials)} trials, more than any study")
-    if (result.limits.max_error or 0) < 0 or result.reference.noise < 0:
-        raise UsageError("what is allowed of an error is below 0")
+    if (result.limits.max_error or 0) < 0 or not result.reference.noise >= 0:
+        raise UsageError("what is allowed of an error is no number from 0 on")
     for learned in (result.facts.learned, *(trial.learned for trial in trials)):
         for key, kind in learned_types(learned).items():
             msgspec.convert(learned[key], kind)
