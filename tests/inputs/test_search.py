@@ -297,6 +297,22 @@ def test_a_given_setting_that_fails_is_told_and_another_found() -> None:
     assert found.before is found.plain
 
 
+def test_a_factory_that_fails_in_a_later_process_is_one_failed_setting() -> None:
+    class Fails(MadeUp):
+        def _slice(self, setting):
+            if setting.num_workers == self.given.num_workers:
+                raise UsageError("loader() raised OSError: the port is in use")
+            return super()._slice(setting)
+
+    found = Fails(cores=4, given=Setting(2)).search()
+    assert "As given it fails: loader() raised OSError" in " ".join(found.notes)
+    assert found.best.able
+    with pytest.raises(UsageError, match="the port is in use"):  # in the first
+        Fails(cores=4).search()
+    race = Race("made:up", 1.0, 1.0, "cpu", Room(1, 1 << 40, 1 << 40), Journal(), lambda *_: None)
+    assert "no such file: made" in str(race.faults().notes)
+
+
 class Raising(MadeUp):
     """Settings with workers come as far as a row that raises, after so many slices."""
 

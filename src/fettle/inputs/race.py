@@ -81,7 +81,9 @@ class Race:
         self.on_progress(setting.name, self.done, max(self.expected, self.done + 1))
         try:
             item.slices[number] = self._known_or(f"{number} {setting.name}", Slice, lambda: self._slice(setting))
-        except ChildError as error:
+        except (ChildError, UsageError) as error:  # also a factory that fails the second time
+            if isinstance(error, UsageError) and setting == Setting() and not item.slices:
+                raise
             item.failure = str(error)
             self.close(setting)
         self.done += 1
@@ -142,7 +144,7 @@ class Race:
 
         try:
             return self._known_or("lint", Faults, ask)
-        except ChildError as error:
+        except (ChildError, UsageError) as error:
             return Faults(notes=[f"Looking for faults ended early: {error}."])
 
     def close(self, *settings: Setting) -> None:
