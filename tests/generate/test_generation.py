@@ -376,6 +376,8 @@ def test_writing_ends_where_every_row_has_had_a_stop_token() -> None:
         ({"inputs": ["a text"]}, "return_tensors='pt'"),
         ({"inputs": {"input_ids": ids(1, 4), "labels": ids(1, 4)}}, "has labels, .* leave them out"),
         ({"inputs": [torch.full((1, 4), WORDS)]}, "token 96, and the model has 96 tokens: .* its own tokenizer"),
+        ({"inputs": [torch.tensor([[4, -1]])]}, "a prompt holds the token -1"),
+        ({"texts": torch.full((1, 4), WORDS)}, "a text holds the token 96, and the model has 96 tokens: .* its own"),
         ({"inputs": [{"input_ids": ids(1, 4), "attention_mask": torch.ones(1, 3)}]}, "attention_mask"),
         ({"inputs": [{"input_ids": ids(1, 3), "attention_mask": torch.tensor([[1, 1, 0]])}]}, "padding_side = 'left'"),
         ({"texts": torch.ones(1).long()}, "two tokens"),

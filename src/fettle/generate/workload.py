@@ -69,7 +69,6 @@ class GenerationWorkload(Workload):
         given = self.check_inputs
         check = [] if isinstance(given, Sequence) and not given else read_batches(given).items
         object.__setattr__(self, "check_inputs", [_prompt(item, self.is_two_parts) for item in check])
-        self._check_tokens()
         positions, longest = learned_positions(model), self._longest("input_ids")
         if 0 < positions < max(longest, self.prompt_tokens + int(self.new_tokens) - 1):
             each = " for each" if self.is_two_parts else ""
@@ -78,6 +77,7 @@ class GenerationWorkload(Workload):
                 f"{positions} positions{each}; give shorter prompts or fewer new_tokens"
             )
         object.__setattr__(self, "texts", _texts(self.texts))
+        self._check_tokens()
         if self.texts and (self.is_two_parts or (speaks and not hasattr(model, "crop"))):
             raise UsageError("texts are for causal models: an encoder-decoder's answers are judged on its prompts")
 
@@ -100,12 +100,13 @@ class GenerationWorkload(Workload):
             known = model.get_input_embeddings().num_embeddings
         plain = [prompt for prompt in (*self.inputs, *self.check_inputs) if not prompt.keys() - _OF_TOKENS]
         tokens = [prompt["input_ids"] for prompt in plain if "input_ids" in prompt]
-        highest = max((int(one.max()) for one in tokens if not one.is_meta), default=0)
-        if isinstance(known, int) and highest >= known:
-            raise UsageError(
-                f"a prompt holds the token {highest}, and the model has {known} tokens: give prompts of its own "
-                "tokenizer"
-            )
+        for what, given in (("prompt", tokens), ("text", self.texts)):
+            ends = [int(end) for one in given if one.numel() and not one.is_meta for end in one.aminmax()]
+            if isinstance(known, int) and (wrong := [token for token in ends if not 0 <= token < known]):
+                raise UsageError(
+                    f"a {what} holds the token {wrong[0]}, and the model has {known} tokens: give {what}s of its own "
+                    "tokenizer"
+                )
 
     @property
     def is_two_parts(self) -> bool:
