@@ -6,6 +6,7 @@ import sys
 import textwrap
 import threading
 from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -582,6 +583,36 @@ def test_tensors_are_changed_wherever_they_lie_and_the_tree_is_left_alone() -> N
     assert (type(changed["e"]), changed["a"][1][1], changed["d"]) == (OrderedDict, "text", None)
     assert torch.equal(one, torch.ones(2))
     assert tree["b"].left is one
+
+
+class Parts(MutableMapping):
+    """A batch whose class is made with more than its parts."""
+
+    def __init__(self, source, parts):
+        self.source, self.parts = source, parts
+
+    def __getitem__(self, key):
+        return self.parts[key]
+
+    def __setitem__(self, key, value):
+        self.parts[key] = value
+
+    def __delitem__(self, key):
+        del self.parts[key]
+
+    def __iter__(self):
+        return iter(self.parts)
+
+    def __len__(self):
+        return len(self.parts)
+
+
+def test_a_mapping_of_another_class_is_left_alone_when_its_copy_is_changed() -> None:
+    one = torch.ones(2)
+    given = Parts("a file", {"x": one})
+    changed = map_tensors(lambda tensor: tensor * 2, given)
+    assert (type(changed), changed.source, changed["x"].tolist()) == (Parts, "a file", [2, 2])
+    assert given["x"] is one
 
 
 def test_tensors_are_changed_in_tuples_and_lists_of_other_classes() -> None:

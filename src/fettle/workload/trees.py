@@ -167,6 +167,8 @@ def map_tensors(change: Any, tree: Any, kinds: Any = None) -> Any:
         changed: Any = tree  # of a type that torch does not know
         if isinstance(tree, MutableMapping):  # such as what transformers' tokenizers return
             changed = copy.copy(tree)
+            held = getattr(changed, "__dict__", {})  # it may lie in a mapping of its own, which the copy shares
+            held.update({name: copy.copy(one) for name, one in held.items() if isinstance(one, MutableMapping)})
             for key, value in tree.items():
                 changed[key] = map_tensors(change, value, kinds)
         elif isinstance(tree, (tuple, list)):
