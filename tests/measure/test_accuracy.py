@@ -352,6 +352,22 @@ def test_rows_are_those_of_the_first_tensor_that_has_some(batch: object, rows: i
         assert [len(one) for one in repeat_rows(batch, 2, 99) if one.dim()][-1] == 2 * rows
 
 
+def test_one_batch_of_arrays_and_texts_is_judged_on_another_one_as_well() -> None:
+    batch = (numpy.array([[1, 2], [3, 4]]), {"names": ["a", "b", "c"], "prompt": "one cat"}, "mean", 3)
+    ((array, named, *same),) = with_check(Workload(len, [batch], samples=2)).check_inputs
+    assert array.tolist() == [[3, 4], [1, 2]]
+    assert named == {"names": ["c", "a", "b"], "prompt": "cat one"}
+    assert same == ["mean", 3]
+    assert batch[0].tolist() == [[1, 2], [3, 4]]
+
+
+def test_one_batch_that_has_no_other_order_is_judged_on_alone_and_that_is_said(tmp_path) -> None:
+    made = with_check(Workload(lambda count: torch.ones(count), [3]))
+    assert made.check_inputs == []
+    (note,) = write_reference(made, str(tmp_path / "reference"), derived_check=True).notes
+    assert "nothing in it could be in another order" in note
+
+
 def test_a_batch_without_rows_is_refused_unless_they_are_said() -> None:
     empty = torch.empty(0, 8)
     with pytest.raises(UsageError, match=r"no rows: .* samples=N"):

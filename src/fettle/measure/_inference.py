@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy
 import torch
 
 from fettle.batches import too_many
@@ -35,7 +36,7 @@ from fettle.measure._state import (
 )
 from fettle.structure import structure
 from fettle.techniques import Notes, keep_converted, load, probe_facts, state_kept
-from fettle.workload import Workload, fingerprint, fresh, map_tensors, rows_of, switches, tensors
+from fettle.workload import Workload, fingerprint, fresh, leaves, map_tensors, rows_of, switches, tensors
 
 
 def build(state: State, request: messages.Build) -> messages.Built:
@@ -171,21 +172,39 @@ def _own_generators(batch: Any) -> Any:
 
 def with_check(workload: Any) -> Any:
     """The workload with its rows counted and, where the user gave one batch only, a second one to judge on: the same
-    rows in another order, so that a recipe which only knows the first batch is found out."""
+    rows and texts in another order, so that a recipe which only knows the first batch is found out."""
     every = tensors([*workload.inputs, *workload.check_inputs])
     if any(tensor.is_nested and tensor.layout == torch.strided for tensor in every):
         raise UsageError("the inputs hold a nested tensor of the older layout, which has no shape: make it with "
                          "layout=torch.jagged")  # fmt: skip
     check = list(workload.check_inputs)
     if not check and len(workload.inputs) == 1:
-
-        def other(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.dim() == 0 or tensor.layout != torch.strided or tensor.is_quantized:  # rows that cannot be moved
-                return tensor
-            return tensor.roll(1, 0) if tensor.shape[0] > 1 else tensor.flip(-1)
-
-        check = [map_tensors(other, workload.inputs[0])]
+        given = workload.inputs[0]
+        other = map_tensors(_moved, _other_texts(given), (torch.Tensor, numpy.ndarray))
+        pairs = zip(leaves(given), leaves(other), strict=True)
+        check = [] if all(one is moved for (_, one), (_, moved) in pairs) else [other]
     return replace(workload, samples=workload.rows, check_inputs=check)
+
+
+def _moved(rows: Any) -> Any:
+    """A tensor's or an array's rows in another order; of one row its last dimension."""
+    if isinstance(rows, numpy.ndarray):
+        return numpy.roll(rows, 1, 0 if len(rows) > 1 else -1) if rows.ndim else rows
+    if rows.dim() == 0 or rows.layout != torch.strided or rows.is_quantized:  # rows that cannot be moved
+        return rows
+    return rows.roll(1, 0) if rows.shape[0] > 1 else rows.flip(-1)
+
+
+def _other_texts(tree: Any) -> Any:
+    """The same with texts in a list in another order, and the words of any other text."""
+    if type(tree) is dict:
+        return {name: _other_texts(part) for name, part in tree.items()}
+    if type(tree) is list and len(tree) > 1 and all(isinstance(text, str) for text in tree):
+        return [*tree[-1:], *tree[:-1]]
+    if type(tree) in (list, tuple):
+        return type(tree)(map(_other_texts, tree))
+    words = tree.split() if type(tree) is str else ()
+    return " ".join(reversed(words)) if len(words) > 1 else tree
 
 
 def check_inputs(workload: Any) -> None:

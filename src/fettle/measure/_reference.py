@@ -32,8 +32,8 @@ _PADDING = (
     "error {off:.2g}): where nobody reads those places, a `call` that returns only what is read lets such recipes win"
 )
 _ONE_BATCH = (
-    "recipes are judged on the one batch that was given: the model does not take its rows in another order ({why}); a "
-    "second batch would show whether a recipe only fits the first"
+    "recipes are judged on the one batch that was given: {why}; a second batch would show whether a recipe only fits the "
+    "first"
 )
 _OTHER_SHAPES = "the answers have other shapes with another seed: recipes are compared on seed 0 alone"
 _DRAWS = "it draws random numbers, and would draw others in float64"
@@ -49,7 +49,8 @@ def write_reference(workload: Workload, path: str, derived_check: bool = False) 
     """Compute the outputs of all batches and save them; changes the workload's model for good.
 
     Batches run in order, inputs before check inputs, each with seed 0, from the model's initial state. With
-    `derived_check` the last one is made from the first, and is left out where the model does not take it.
+    `derived_check` the last one is made from the first, where that could be, and is left out where the model does not
+    take it.
     """
     started, model = time.perf_counter(), workload.model
     module = model if isinstance(model, torch.nn.Module) else None
@@ -110,7 +111,8 @@ class _Runs:
     def __init__(self, workload: Workload, derived_check: bool) -> None:
         self.workload, self.derived_check = workload, derived_check
         self.batches = [*workload.inputs, *workload.check_inputs]
-        self.notes: list[str] = []
+        alone = derived_check and not workload.check_inputs
+        self.notes = [_ONE_BATCH.format(why="nothing in it could be in another order")] if alone else []
         self.draws = False
         """Whether a batch has changed the state of torch's generators."""
         self.not_compared: set[str] = set()
@@ -131,7 +133,8 @@ class _Runs:
                     answers.append(self._outputs_of(batch, cast))
                 except Exception as error:  # not of the first batch: the probe would have reported it
                     if self.derived_check and number == len(self.batches) > 1:
-                        self.notes.append(_ONE_BATCH.format(why=first_line(error)))
+                        why = f"the model does not take its rows in another order ({first_line(error)})"
+                        self.notes.append(_ONE_BATCH.format(why=why))
                         self.batches.pop()
                         break
                     error.add_note(f"batch {number} of {len(self.batches)}")
