@@ -2,15 +2,17 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
+import torch
 
 import fettle
 from fettle.applying import with_inputs
 from fettle.errors import UsageError
 from fettle.generate.speed import Watcher, figures
-from fettle.measure import Judge, _generation, _inference, messages
+from fettle.measure import Judge, _generation, _inference, _lockstep, messages
 from fettle.measure._state import State, take_slice
 from fettle.recipe import Recipe
 from fettle.report import Result, load_result, save
@@ -85,6 +87,23 @@ def test_a_worker_takes_text_apart_and_judges_it_by_teacher_forcing(target: Targ
         assert sliced.samples_ns[0] > 0
 
 
+def test_a_rank_that_alone_lacks_memory_for_more_rows_keeps_the_others_waiting_no_longer(target, monkeypatch) -> None:
+    store = torch.distributed.HashStore()
+    held = SimpleNamespace(_get_default_store=lambda: store)
+    group = SimpleNamespace(get_world_size=lambda: 2, distributed_c10d=held)
+    monkeypatch.setattr(_lockstep, "_group", lambda: group)
+    monkeypatch.setattr(_lockstep, "PATIENCE_S", 0.0)
+
+    def full(**prompt: object) -> None:
+        raise MemoryError
+
+    state = SimpleNamespace(run=full, workload=target.load())
+    with pytest.raises(MemoryError, match="no other rank lacked it with 4 rows"):
+        _generation.measure_rows(state, messages.MeasureRows((4,)))
+    store.add("no memory for 8 rows", 1)  # the other rank
+    assert _generation.measure_rows(state, messages.MeasureRows((8,))).tokens_per_s == {}
+
+
 def test_a_race_of_first_tokens_tells_the_rest_by_texts_that_were_not_the_first_calls(
     target: Target, tmp_path: Path, monkeypatch
 ) -> None:
@@ -141,7 +160,7 @@ def test_another_model_takes_the_prompts_of_a_target(target: Target) -> None:
 def test_another_length_or_another_text_is_another_workload(target: Target) -> None:
     made = target.load()
     assert isinstance(made, fettle.GenerationWorkload)
-    others = [replace(made, new_tokens=7), replace(made, texts=[made.texts[0] + 1])]
+    others = [replace(made, new_tokens=7), replace(made, texts=[(made.texts[0] + 1) % 96])]
     drafts = [target.load().model for _ in range(2)]
     drafts[1].lm_head.weight.data += 1
     others += [replace(made, draft=draft) for draft in drafts]

@@ -30,7 +30,7 @@ from fettle.generate.speed import Generation, Watcher, rows_in, tokens_per_s
 from fettle.measure import _meters
 from fettle.measure._accuracy import user_metric, with_metric
 from fettle.measure._clock import Clock, is_steady
-from fettle.measure._lockstep import slowest
+from fettle.measure._lockstep import everywhere, slowest
 from fettle.measure._notes import compiler_notes
 from fettle.measure._state import State, prepared, settled
 from fettle.measure._trial import Accuracy
@@ -121,7 +121,11 @@ def measure_rows(state: State, request: MeasureRows) -> RowsMeasured:
     run: Any = state.run
     work = state.workload
     how = (int(work.new_tokens), float(work.temperature))
-    speeds = {str(rows): tokens_per_s(run, work.inputs, rows, *how, slowest=slowest) for rows in request.rows}
+    speeds: dict[str, float] = {}
+    for rows in request.rows:
+        speeds[str(rows)] = tokens_per_s(run, work.inputs, rows, *how, slowest=slowest)
+        if math.isnan(speeds[str(rows)]) and not everywhere(f"no memory for {rows} rows"):
+            raise MemoryError(f"no other rank lacked it with {rows} rows: they wait for this one")
     return RowsMeasured(tokens_per_s={count: rate for count, rate in speeds.items() if math.isfinite(rate)})
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
 
 import torch
+
+PATIENCE_S = 10.0
+"""How far apart ranks may be that do the same."""
 
 
 def agreed(go: bool) -> bool:
@@ -26,6 +30,19 @@ def slowest(ns: int) -> int:
     longest = _number(group, ns)
     group.all_reduce(longest, group.ReduceOp.MAX)
     return int(longest.item())
+
+
+def everywhere(what: str) -> bool:
+    """Whether all ranks come to say this within `PATIENCE_S`: no collective, in which some of them may wait instead."""
+    group = _group()
+    if group is None:
+        return True
+    store, until = group.distributed_c10d._get_default_store(), time.monotonic() + PATIENCE_S
+    come = store.add(what, 1)
+    while come < group.get_world_size() and time.monotonic() < until:
+        time.sleep(0.05)
+        come = store.add(what, 0)
+    return bool(come >= group.get_world_size())
 
 
 def mean(value: Any) -> Any:
