@@ -249,6 +249,24 @@ def test_the_model_is_left_as_it_was() -> None:
     assert all(type(after[name]) is torch.Tensor and torch.equal(after[name], before[name]) for name in before)
 
 
+def test_what_a_step_compiles_is_planned_eagerly_and_compiled_afterwards() -> None:
+    torch._dynamo.reset()
+    ran = []
+
+    def backend(graph, examples):
+        return lambda *inputs: (ran.append(graph), graph(*inputs))[1]
+
+    def mean(model, batch):
+        return model(batch).mean()
+
+    loss = torch.compile(mean, backend=backend)
+    work = fettle.TrainingWorkload(torch.nn.Linear(8, 8), torch.optim.SGD, loss, [torch.ones(4, 8)])
+    assert plan(work, 2, strategies=[Strategy()], device="cpu").predictions[0].failed == ""
+    assert not ran
+    loss(work.model, work.first)
+    assert len(ran) == 1
+
+
 @pytest.mark.parametrize(
     "text", ["zero4", "zero3 wrap=leaf", "ddp wrap=block=3", "ddp wrap=size", "zero3 compress=fp16", "", "ddp fast"]
 )

@@ -341,7 +341,7 @@ def test_the_command_says_what_is_wrong(run_fettle, store, tmp_path, monkeypatch
         (("a.py:b", "--p99", "1s", "--recipes", "5"), "--storage"),
         ((store / "net-1", "--p99", "1s", "--max-error", "0.02"), "--max-error is for a target"),
         ((store / "net-1", "--p99", "1s", "--output-tokens", "128"), "--output-tokens is for --ttft and --itl"),
-        ((store / "net-1", "--itl", "1s", "--max-error", "0.02"), "--max-error is for a target: package the model with"),
+        ((store / "net-1", "--itl", "1s", "--max-error", "0.02"), "--max-error is for a target: package the model"),
         ((store / "net-1", "--itl", "1s", "--texts", "t.jsonl", "--prompt-tokens", "64"), "--texts FILE has its own"),
         ((store / "net-1", "--itl", "1s", "--trust", "0"), "--trust is for models that write no texts"),
         ((store / "net-1", "a.py:b", "--p99", "1s"), "a.py:b is no package"),

@@ -68,6 +68,20 @@ def test_what_a_model_remembers_of_a_call_without_data_is_forgotten():
     assert (model.memo, model.lengths) == ({}, [])
 
 
+def test_what_a_model_compiles_is_compiled_after_its_operators_were_seen():
+    torch._dynamo.reset()
+    ran = []
+
+    def backend(graph, examples):
+        return lambda *inputs: (ran.append(graph), graph(*inputs))[1]
+
+    model, x = Net(function=torch.compile(lambda x: x * 2, backend=backend)).eval(), torch.rand(3, 8)
+    _kept._add_operators(model, [x], hashlib.sha256())
+    assert not ran
+    model(x)
+    assert len(ran) == 1
+
+
 def test_the_second_time_it_is_read_and_answers_alike(start, caplog):
     assert start() == (0, 1)
     assert "kept for the next start" in caplog.text

@@ -50,7 +50,7 @@ def command(
         show("analysing")
         analysis = analyse(first, number, request_bytes=request_bytes, device_free_bytes=free_bytes, top=top)
         if free_bytes is not None and analysis.fit is None:
-            raise UsageError("--device-free is for a request, and none has failed in this snapshot: name one, --request")
+            raise UsageError("--device-free is for a request, and none failed in this snapshot: name one, --request")
         difference = None
         if second is not None:
             later = read(second, max_file_bytes=limit)

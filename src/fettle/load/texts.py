@@ -87,8 +87,8 @@ class TextConnection(Connection):
         return said(refusal.error.message.partition("\n")[0])
 
     def heard(self, start: float) -> tuple[np.ndarray[Any, Any], int, int]:
-        """Of the last answer: when its pieces came, in seconds from `start`, and the tokens of its prompt (0: the server
-        does not say) and of its text (then its pieces)."""
+        """Of the last answer: when its pieces came, in seconds from `start`, and the tokens of its prompt (0 where the
+        server does not say) and of its text (its pieces then)."""
         tokens = self._usage.completion_tokens or len(self._moments)
         return np.array(self._moments) - start, self._usage.prompt_tokens or 0, tokens
 

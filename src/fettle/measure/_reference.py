@@ -32,8 +32,8 @@ _PADDING = (
     "error {off:.2g}): where nobody reads those places, a `call` that returns only what is read lets such recipes win"
 )
 _ONE_BATCH = (
-    "recipes are judged on the one batch that was given: {why}; a second batch would show whether a recipe only fits the "
-    "first"
+    "recipes are judged on the one batch that was given: {why}; a second batch would show whether a recipe "
+    "only fits the first"
 )
 _OTHER_SHAPES = "the answers have other shapes with another seed: recipes are compared on seed 0 alone"
 _DRAWS = "it draws random numbers, and would draw others in float64"

@@ -29,8 +29,9 @@ def variants_of(texts: Sequence[str], trust: Sequence[str] = (), *, writes: bool
 
     def asked(package: Package) -> object:
         manifest = package.manifest
-        of_texts = isinstance(manifest.handler, Settings)
-        return manifest.handler, manifest.files.get(TOKENIZER) if of_texts else (manifest.inputs, package.handler_digest)
+        if isinstance(manifest.handler, Settings):
+            return manifest.handler, manifest.files.get(TOKENIZER)
+        return manifest.handler, manifest.inputs, package.handler_digest
 
     variants: list[Variant] = []
     for text in dict.fromkeys(texts):
