@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import optuna
 from optuna.exceptions import StorageInternalError
 from optuna.storages import RDBStorage
-from sqlalchemy import URL, make_url
+from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DataError, DBAPIError, ProgrammingError
 
 from fettle.errors import UsageError, extra, refusing

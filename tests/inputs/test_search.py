@@ -297,7 +297,7 @@ def test_a_given_setting_that_fails_is_told_and_another_found() -> None:
     assert found.before is found.plain
 
 
-def test_a_factory_that_fails_in_a_later_process_is_one_failed_setting() -> None:
+def test_a_factory_that_fails_in_a_later_process_is_one_failed_setting(monkeypatch) -> None:
     class Fails(MadeUp):
         def _slice(self, setting):
             if setting.num_workers == self.given.num_workers:
@@ -309,8 +309,13 @@ def test_a_factory_that_fails_in_a_later_process_is_one_failed_setting() -> None
     assert found.best.able
     with pytest.raises(UsageError, match="the port is in use"):  # in the first
         Fails(cores=4).search()
+
+    def fails(module):
+        raise UsageError("loader() raised OSError: the port is in use")
+
+    monkeypatch.setattr("fettle.inputs.race.Child", fails)
     race = Race("made:up", 1.0, 1.0, "cpu", Room(1, 1 << 40, 1 << 40), Journal(), lambda *_: None)
-    assert "no such file: made" in str(race.faults().notes)
+    assert "ended early: loader() raised OSError" in str(race.faults().notes)
 
 
 class Raising(MadeUp):
