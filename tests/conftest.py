@@ -17,6 +17,8 @@ from tests.forking import LITTLE, forked
 
 # Threads that wait by spinning would take the core from the other half of the tests.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# What compiles would start a process that imports torch, for kernels of a GPU.
+os.environ.setdefault("TORCH_WARM_POOL", "0")
 # What one child has compiled of fettle's own files the next need not.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # What is printed depends on none of what a terminal or a build server says of itself.
@@ -34,6 +36,12 @@ os.environ["FETTLE_CACHE"] = _CACHE.name
 # new ones (HYPOTHESIS_PROFILE=default); what they find becomes a test of its own.
 hypothesis.settings.register_profile("repeatable", derandomize=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+def examples(most: int) -> int:
+    """How many examples of what takes long: half of them where each run has the same."""
+    return most if os.environ.get("HYPOTHESIS_PROFILE") == "default" else most // 2
+
 
 _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], object], Any]] = []
 """How each is read and written, and what it was before any test: a fixture of a module may change it before that
@@ -96,9 +104,12 @@ def pytest_configure(config):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if not config.getoption("numprocesses", None):  # the process that only hands out tests imports no torch
+        from altair.utils import schemapi
+
         from fettle import machine
 
         never_wait()
+        schemapi.disable_debug_mode()  # a chart is checked as a whole, and not each of its parts as well
         machine._OTHER_SIZES = LITTLE
         _SETTINGS.extend((read, write, read()) for read, write in _all_settings())
 
@@ -130,7 +141,7 @@ def quick_studies(**changes: Any) -> Iterator[None]:
     import fettle
     from fettle.tuning import Effort
 
-    effort = Effort(slice_s=0.05, rounds=4, replicates=1)
+    effort = Effort(slice_s=0.02, rounds=4, replicates=1)
     with pytest.MonkeyPatch.context() as patch:
         real = fettle.tune.__globals__["options_of"]
         changed = lambda *given: replace(real(*given), effort=effort, **changes)  # noqa: E731

@@ -1,9 +1,11 @@
 """Children that are forked from a process which has imported what they need: that is most of what a start takes.
 
-Within `forked` those that run one of `MODULES` with our interpreter begin so, for tests of what a child does. How one
-starts, and what is in its environment from its first moment, is for tests that let it start as itself.
+Within `forked` those that run one of `MODULES`, or the command line, with our interpreter begin so, for tests of what a
+child does. How one starts, and what is in its environment from its first moment, is for tests that let it start as
+itself.
 """
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -11,41 +13,44 @@ import json
 import os
 import random
 import runpy
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 LAUNCHER = "fettle.procs.launcher"
-_PACKAGES = ["torch._export.serde.serialize", "safetensors.torch", "fettle.applying", "fettle.package.handler",
-             "fettle.package.model_runner"]  # fmt: skip
-MODULES = {
-    "fettle.measure._worker": ["fettle.measure._inference", "fettle.measure._training"],
-    "fettle.inputs._run": [],
-    "fettle.serve.engine.worker_main": _PACKAGES,
-    "fettle.slo.calibrate": _PACKAGES,
-    "fettle.slo.server_process": ["fettle.serve.server", "fettle.serve.engine.registry"],
-    "fettle.diagnose.compile_worker": ["torch._dynamo"],
-    "fettle.atlas.reading": [],
-    "fettle.procs.forks": ["fettle.measure._inference", "fettle.measure._training"],
-    LAUNCHER: ["torch.distributed.launcher.api", "fettle.measure._worker", "fettle.measure._training"],
-}
-"""What may be forked, and what each imports soon after its start."""
+SERVER = "fettle.slo.server_process"
+MODULES = (
+    "fettle.measure._worker", "fettle.inputs._run", "fettle.serve.engine.worker_main", "fettle.slo.calibrate", SERVER,
+    "fettle.diagnose.compile_worker", "fettle.atlas.reading", "fettle.procs.forks", LAUNCHER,
+)  # fmt: skip
+_PROGRAMS = "fettle.cli", "torch._inductor"
+"""What may be forked: these modules, and programs of one line that use one of these."""
+_FIRST = ["torch"]
+"""What a process imports from which scripts are forked, and the process that modules are forked from,"""
+_ALL = [
+    "torch._dynamo", "torch._export.serde.serialize", "torch.distributed.launcher.api", "safetensors.torch",
+    "fettle.measure._inference", "fettle.measure._training", "fettle.diagnose.collect", "fettle.applying",
+    "fettle.package.export", "fettle.package.handler", "fettle.package.model_runner", "fettle.serve.server",
+    "fettle.serve.engine.registry", *MODULES,
+]  # fmt: skip
+"""which has imported all that one of them imports soon after its start: one process for all of them."""
 _READ_AT_START = ("DNNL_", "GLIBC_", "GOMP_", "KINETO_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_", "PYTHON",
                   "PYTORCH_", "TORCH_")  # fmt: skip
 """Variables that are read when a process starts or imports torch; of all others a fork has its own."""
-_FORKABLE = {"KINETO_LOG_LEVEL", "OMP_NUM_THREADS", "PYTHONUNBUFFERED"}
-"""Those of them that children may have otherwise than this process, and be forked."""
-_FIRST = ["torch"]
-"""What a process imports from which all other sources are forked."""
+_QUIET = {"KINETO_LOG_LEVEL": "99", "PYTHONUNBUFFERED": "1"}
+"""What our own children have of them; nothing depends on it in one that has not,"""
+_SET_LATER = {*_QUIET, "OMP_NUM_THREADS", "PYTHONSAFEPATH"}
+"""and what `_run` sets in a fork."""
 _CAN_FORK = sys.platform == "linux"
-LITTLE = 768, 1 << 26
-"""What peaks of the machine are measured with (`fettle.machine`), in a third of the time: no test looks at them."""
+LITTLE = 384, 1 << 24
+"""What peaks of the machine are measured with (`fettle.machine`), in no time: no test looks at them."""
 _MESSAGE = 1 << 18
 _sources = dict[tuple[str, ...], "_Source"]()
 
@@ -53,8 +58,23 @@ _sources = dict[tuple[str, ...], "_Source"]()
 @contextlib.contextmanager
 def forked(*also: str) -> Iterator[None]:
     """Children begin as forks, with the modules `also` imported."""
-    import pytest
+    with _begun_by(lambda variables: _source([*_ALL, *also], variables)):
+        yield
 
+
+@contextlib.contextmanager
+def forked_here() -> Iterator[None]:
+    """Children begin as forks of what this process is now, which has one thread: for one that is a fork itself."""
+    if not _CAN_FORK:
+        yield
+        return
+    source = _Source.of_this_process()
+    with _begun_by(lambda variables: source):
+        yield
+
+
+@contextlib.contextmanager
+def _begun_by(source: Callable[[Mapping[str, str]], "_Source"]) -> Iterator[None]:
     from fettle.procs import process
 
     class Subprocess:
@@ -64,18 +84,50 @@ def forked(*also: str) -> Iterator[None]:
 
         @staticmethod
         def Popen(command: Sequence[str], **options: Any) -> Any:
-            python, option, module = [*command, "", ""][:3]
             variables = dict(os.environ if options["env"] is None else options["env"])
-            if python != sys.executable or option != "-m" or module not in MODULES or not _is_forkable(variables):
+            if command[0] != sys.executable or not _runs(*command[1:3]) or not _is_forkable(variables):
                 return subprocess.Popen(command, **options)
-            source = _source([module, *MODULES[module], *also], variables)
             shown = [1 if options["stdout"] is None else options["stdout"].fileno()]
             shown += [2 if options["stderr"] is None else options["stderr"].fileno()]
-            return _Fork(source, [option, module], variables, [*shown, *options["pass_fds"]])
+            # Behind the module come the numbers of its descriptors, which are others in the fork.
+            words = command[1 : 3 if command[1] == "-m" else None]
+            return _Fork(source(variables), words, variables, [*shown, *options["pass_fds"]])
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process, "subprocess", Subprocess)
+    before, process.subprocess = process.subprocess, Subprocess
+    try:
         yield
+    finally:
+        process.subprocess = before
+
+
+def _runs(option: str, what: str = "") -> bool:
+    return what in MODULES if option == "-m" else option == "-c" and any(name in what for name in _PROGRAMS)
+
+
+class Begun:
+    """Python with a program that uses fettle, in a session of its own; what it starts within `forked_here` is forked.
+    Its output goes to files in `folder`."""
+
+    def __init__(self, folder: Path, program: str, *arguments: str) -> None:
+        self.out, self.err = folder / "out.txt", folder / "err.txt"
+        with self.out.open("wb") as out, self.err.open("wb") as err:
+            if _CAN_FORK:
+                words, shown = ["-c", program, *arguments], [out.fileno(), err.fileno()]
+                self._process: Any = _Fork(_source(_ALL, os.environ), words, os.environ, shown)
+            else:
+                words = [sys.executable, "-c", program, *arguments]
+                self._process = subprocess.Popen(words, stdout=out, stderr=err, start_new_session=True)
+        self.pid: int = self._process.pid
+
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def send(self, number: signal.Signals) -> None:
+        if not self.has_ended():
+            os.kill(self.pid, number)
+
+    def wait(self) -> int:
+        return self._process.wait(120)
 
 
 def run_script(script: Path, variables: Mapping[str, str], *arguments: str) -> tuple[int, str, str]:
@@ -87,7 +139,7 @@ def run_script(script: Path, variables: Mapping[str, str], *arguments: str) -> t
         command = [sys.executable, script, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=300)
         return done.returncode, done.stdout, done.stderr
-    source = _source(_FIRST, {name: value for name, value in variables.items() if name != "PYTHONPATH"})
+    source = _source(_FIRST, variables)
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         fork = _Fork(source, [str(script), *arguments], variables, [out.fileno(), err.fileno()])
         code = fork.wait(300)
@@ -97,20 +149,26 @@ def run_script(script: Path, variables: Mapping[str, str], *arguments: str) -> t
 
 
 def _read_at_start(variables: Mapping[str, str]) -> dict[str, str]:
-    read = {name: value for name, value in sorted(variables.items()) if name.startswith(_READ_AT_START)}
-    read.pop("PYTHONSAFEPATH", None)  # which `_run` knows
-    return read
+    return {
+        name: value
+        for name, value in sorted(variables.items())
+        if name.startswith(_READ_AT_START) and name not in _SET_LATER
+    }
 
 
 def _is_forkable(variables: Mapping[str, str]) -> bool:
-    changed = {name for name, value in _read_at_start(variables).items() if os.environ.get(name) != value}
-    return _CAN_FORK and not changed - _FORKABLE
+    return _CAN_FORK and all(os.environ.get(name) == value for name, value in _read_at_start(variables).items())
 
 
 def _source(modules: Sequence[str], variables: Mapping[str, str]) -> "_Source":
-    key = (*modules, *(f"{name}={value}" for name, value in _read_at_start(variables).items()))
+    read = _read_at_start(variables)
+    if modules == _FIRST:
+        read.pop("PYTHONPATH", None)  # which comes first on the path of what is forked
+    key = (*modules, *(f"{name}={value}" for name, value in read.items()))
     if key not in _sources:
-        _sources[key] = _Source(modules, variables, None if modules == _FIRST else _source(_FIRST, variables))
+        ours = {name: value for name, value in os.environ.items() if not name.startswith(_READ_AT_START)}
+        first = None if modules == _FIRST else _source(_FIRST if modules == _ALL else _ALL, variables)
+        _sources[key] = _Source(modules, {**ours, **read, **_QUIET}, first)
     return _sources[key]
 
 
@@ -140,7 +198,6 @@ class _Source:
             os.closerange(3, theirs.fileno())  # as a child that is started has none of them
             os.closerange(theirs.fileno() + 1, 1 << 16)
             _serve(theirs, [])
-            sys.exit()
         theirs.close()
         return made
 
@@ -174,7 +231,7 @@ class _Fork:
         return code
 
 
-def _serve(link: socket.socket, modules: Sequence[str]) -> None:
+def _serve(link: socket.socket, modules: Sequence[str]) -> NoReturn:
     """What a `_Source` does: a number asks how that child has ended, anything else for another child."""
     for name in modules:
         importlib.import_module(name)
@@ -184,7 +241,7 @@ def _serve(link: socket.socket, modules: Sequence[str]) -> None:
     while True:
         message, descriptors, *_ = socket.recv_fds(link, _MESSAGE, 8)
         if not message:  # whoever started us has gone
-            return
+            os._exit(0)
         request = json.loads(message)
         if isinstance(request, int):
             ended, status = os.waitpid(request, os.WNOHANG)
@@ -197,7 +254,7 @@ def _serve(link: socket.socket, modules: Sequence[str]) -> None:
                 os.setsid()
                 os.close(begun)
                 os.close(begins)
-                return _run(*request, descriptors)
+                _end(lambda asked=request, with_=descriptors: _run(*asked, with_))
             for descriptor in (*descriptors, begins):
                 os.close(descriptor)
             os.read(begun, 1)  # until it has a process group that can be killed
@@ -205,9 +262,31 @@ def _serve(link: socket.socket, modules: Sequence[str]) -> None:
         link.send(json.dumps(answer).encode())
 
 
+def _end(run: Callable[[], None]) -> NoReturn:
+    """Run it and end as Python does, but for taking apart all that was imported: that takes long, and what the
+    collector of garbage leaves alone some libraries call leaks."""
+    code: Any = 0
+    try:
+        run()
+    except SystemExit as error:
+        code = error.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code & 255)
+
+
 def _run(command: Sequence[str], folder: str, variables: Mapping[str, str], descriptors: Sequence[int]) -> None:
-    """The child, as Python would run ``-m MODULE`` or a script, which is told the numbers of its descriptors; behind an
-    empty word come the modules of another source."""
+    """The child, as Python would run ``-m MODULE``, which is told the numbers of its descriptors, ``-c PROGRAM`` or a
+    script; behind an empty word come the modules of another source."""
     for shown, descriptor in zip((1, 2), descriptors, strict=False):
         os.dup2(descriptor, shown)
         os.close(descriptor)
@@ -215,20 +294,29 @@ def _run(command: Sequence[str], folder: str, variables: Mapping[str, str], desc
     os.environ.clear()
     os.environ.update(variables)
     random.seed()
+    of_others = list(filter(None, variables.get("PYTHONPATH", "").split(os.pathsep)))
     if not command[0]:
+        sys.path[:0] = of_others
         return _serve(socket.socket(fileno=descriptors[2]), command[1:])
-    is_module = command[0] == "-m"
-    sys.argv = [*command[is_module:], *map(str, descriptors[2:])]
-    if is_module:
-        Path("/proc/self/comm").write_text(command[1][-15:])  # by which it is found
+    if threads := variables.get("OMP_NUM_THREADS"):
+        sys.modules["torch"].set_num_threads(int(threads))
+    option, what, *_ = [*command, ""]
+    sys.argv = [*command[option == "-m" :], *map(str, descriptors[2:])]
+    if option == "-m":
+        Path("/proc/self/comm").write_text(what[-15:])  # by which it is found
         sys.path[:0] = [] if "PYTHONSAFEPATH" in variables else [folder]
         if command[1:] == [LAUNCHER]:
             _fork_ranks()
-        del sys.modules[command[1]]  # it is the main one
-        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        with forked_here() if what == SERVER else contextlib.nullcontext():
+            del sys.modules[what]  # it is the main one
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+    elif option == "-c":
+        sys.argv[1:2] = []
+        sys.path[:0] = [folder]
+        exec(what, {"__name__": "__main__"})
     else:
-        sys.path[:0] = [os.path.dirname(command[0]), *filter(None, variables.get("PYTHONPATH", "").split(os.pathsep))]
-        runpy.run_path(command[0], run_name="__main__")
+        sys.path[:0] = [os.path.dirname(option), *of_others]
+        runpy.run_path(option, run_name="__main__")
 
 
 def _fork_ranks() -> None:

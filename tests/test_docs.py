@@ -3,6 +3,7 @@ own; every shell line is parsed by the real command line."""
 
 import ast
 import contextlib
+import functools
 import inspect
 import re
 import shlex
@@ -17,6 +18,7 @@ from torch import nn
 import fettle
 from fettle.cli import COMMANDS, _old_spellings, build
 from fettle.cli.serve import COMMANDS as SERVE
+from fettle.doctor import CHECKS
 from fettle.errors import UsageError
 from fettle.report import Result
 from fettle.tuning import options
@@ -47,8 +49,9 @@ TEXTS = [(str(path.relative_to(ROOT)), path.read_text()) for path in PAGES] + li
 
 
 @pytest.fixture
-def quick() -> Iterator[None]:
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A study of few recipes and rounds: what a page shows is run as it is written, and takes seconds."""
+    monkeypatch.delitem(CHECKS, "changed-files")  # reads every file of this environment
     with quick_studies(techniques=FEW), quick_comparisons(), forked():
         yield
 
@@ -76,11 +79,16 @@ def test_blocks_are_found_in_pages_and_docstrings() -> None:
     assert not any("no-run" in text for _, text in TEXTS)
 
 
+@functools.cache
+def _whole_command_line() -> typer.core.TyperGroup:
+    return typer.main.get_command(build())
+
+
 def _parsed(words: list[str]) -> None:
     """Parse a command line as `fettle` would, and run nothing. Raises what the parser raises."""
     renewed, said = _old_spellings.renewed(words)
     assert not said, said
-    command = typer.main.get_command(build())
+    command = _whole_command_line()
     context = command.make_context("fettle", renewed)
     while hasattr(command, "resolve_command"):
         name, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
@@ -112,7 +120,8 @@ def test_a_shell_line_that_is_wrong_is_seen() -> None:
         _parsed(_words("fettle apply recipe.toml model.py"))
 
 
-def _every_command() -> Iterator[tuple[str, typer.core.TyperCommand]]:
+@functools.cache
+def _every_command() -> list[tuple[str, typer.core.TyperCommand]]:
     def walk(command, path: str):
         context = command.make_context(path, [], resilient_parsing=True)
         if not hasattr(command, "list_commands"):
@@ -121,7 +130,7 @@ def _every_command() -> Iterator[tuple[str, typer.core.TyperCommand]]:
         for name in command.list_commands(context):
             yield from walk(command.get_command(context, name), f"{path} {name}")
 
-    yield from walk(typer.main.get_command(build()), "fettle")
+    return list(walk(_whole_command_line(), "fettle"))
 
 
 def test_the_examples_of_every_command_are_parsed() -> None:

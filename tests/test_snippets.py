@@ -22,7 +22,7 @@ def shell(**names):
 
 def test_a_slower_snippet_is_told_with_its_interval_and_names_stay_as_they_were():
     magic, names = shell(sleep=time.sleep)
-    found = magic("--seconds 2", "# long\nsleep(0.02)\n---\n# short\nleft = 1\nsleep(0.002)\n")
+    found = magic("--seconds 1", "# long\nsleep(0.02)\n---\n# short\nleft = 1\nsleep(0.002)\n")
     long, short = found.rows
     assert (long.name, short.name) == ("long", "short")
     assert short.speedup.low > 1.5  # ten times, less what a loaded machine adds to either

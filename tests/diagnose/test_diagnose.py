@@ -76,7 +76,7 @@ CASES = {
                     x = x.transpose(0, 1).contiguous()
                 return x
         def workload():
-            return Net().eval(), [torch.ones(1500, 1500)]
+            return Net().eval(), [torch.ones(800, 800)]
     """,
     "padding": """
         class Net(nn.Module):

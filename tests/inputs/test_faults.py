@@ -21,6 +21,7 @@ from fettle.inputs._messages import Faults, TakeSlice
 from fettle.inputs.race import Race
 from fettle.inputs.setting import Room, Slice, room
 from fettle.journal import Journal, locked
+from tests.forking import Begun
 
 pytestmark = pytest.mark.usefixtures("forks")
 HERE = Path(__file__).parent
@@ -54,13 +55,11 @@ def by_then(condition: Callable[[], object]) -> bool:
     return bool(held)
 
 
-def begun(kept: Path, program: str) -> tuple[subprocess.Popen[str], list[int]]:
+def begun(kept: Path) -> tuple[Begun, list[int]]:
     """A search that has kept what it measured so far, and its processes."""
     words = ["data", f"{LOADERS}:waiting", "--slice", "0.1s", "--keep", str(kept), "--json", "--no-lints"]
-    process = subprocess.Popen([sys.executable, "-c", program, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               text=True)  # fmt: skip
-    if not by_then(lambda: kept.exists() and kept.read_bytes().count(b"\n") >= 9):
-        process.kill()
+    process = Begun(kept.parent, f"from tests.forking import forked_here\nwith forked_here():\n    {MAIN}", *words)
+    assert by_then(lambda: process.has_ended() or (kept.exists() and kept.read_bytes().count(b"\n") >= 9))
     return process, [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
 
 
@@ -178,10 +177,10 @@ def test_a_source_that_is_used_up_after_one_epoch_is_told() -> None:
 
 def test_a_search_that_is_killed_goes_on_and_leaves_no_process(tmp_path: Path, monkeypatch) -> None:
     kept = tmp_path / "kept"
-    process, family = begun(kept, MAIN)
-    process.kill()
+    process, family = begun(kept)
+    process.send(signal.SIGKILL)
     process.wait()
-    assert len(family) >= 3  # stopped ones among them, and their loader workers
+    assert len(family) >= 4  # what they are forked from, stopped ones, and their loader workers
     assert gone(family)
     known = {json.loads(line)["key"] for line in kept.read_text().splitlines()[1:]}
     assert len(known) >= 8
@@ -230,11 +229,10 @@ def test_a_pipeline_that_waits_gets_workers() -> None:
 
 def test_ctrl_c_shows_what_is_known_and_keeps_it(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
-    process, family = begun(kept, f"from tests.forking import forked\nwith forked():\n    {MAIN}")
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=120)
-    assert process.returncode == 130, errors
-    told = json.loads(output)
+    process, family = begun(kept)
+    process.send(signal.SIGINT)
+    assert process.wait() == 130, process.err.read_text()
+    told = json.loads(process.out.read_text())
     assert told["interrupted"]
     assert sum(len(item["slices"]) for item in told["settings"]) >= 2
     assert kept.exists()

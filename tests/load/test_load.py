@@ -237,7 +237,7 @@ def test_what_is_due_does_not_wait_for_a_connection_of_another(monkeypatch):
 
 
 def test_a_closed_loop_keeps_its_clients_busy(server):
-    run = asyncio.run(closed_loop([model_request(server.url)], 4, 1.5))
+    run = asyncio.run(closed_loop([model_request(server.url)], 4, 0.8))
     assert run.answered > 20
     assert 3 < run.mean_inflight <= 4.01
     assert run.failed == run.shed == 0
@@ -524,7 +524,7 @@ def test_the_commands(server, store, tmp_path, run_fettle):
         "--rate",
         "50",
         "-d",
-        "1s",
+        "0.5s",
         "--p99",
         "60s",
         "--json",
@@ -540,7 +540,7 @@ def test_the_commands(server, store, tmp_path, run_fettle):
     assert (tmp_path / "c.csv").read_text().startswith("Benchmark,TS failed requests,")
     (tmp_path / "earlier.json").write_text(done.out)
     done = run_fettle(
-        "serve", "load", url, "-c", "2", "-d", "1s", "--baseline", str(tmp_path / "earlier.json"), "--json"
+        "serve", "load", url, "-c", "2", "-d", "0.5s", "--baseline", str(tmp_path / "earlier.json"), "--json"
     )
     changes = json.loads(done.out)["changes"]
     assert [change["measure"] for change in changes] == ["answers/s", "p50", "p99"]
@@ -656,7 +656,7 @@ def test_requests_that_wait_as_the_server_has_too_many_do_not_make_the_client_la
     monkeypatch.setattr(loops, "MAX_CONNECTIONS", 4)
 
     async def run():
-        server, request = await slow_server(0.03)()
+        server, request = await slow_server(0.01)()
         found = await open_loop([request], constant(1000, 0.1), limit_s=60.0)
         server.close()
         return found

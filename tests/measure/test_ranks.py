@@ -26,7 +26,7 @@ from fettle.recipe import Recipe
 from fettle.techniques import Facts, conflict, source
 from fettle.train import load_training, training_facts
 from fettle.workload import Target, find_target
-from tests.forking import forked
+from tests.forking import Begun, forked
 from tests.processes import alive, left_behind
 
 TRAIN = Path(__file__).parent.parent / "train"
@@ -50,7 +50,7 @@ def raced(where: str, *recipes: str, timeout_s: float = 120, nodes: Nodes | None
         recipe = Recipe.parse(text)
         assert not conflict(recipe, facts)
         candidates.append(Candidate(recipe, source(recipe, facts), ranks=facts.ranks))
-    with forked("torch._dynamo"):
+    with forked():
         return race(
             target(where), "", candidates, Judge(), Rules(max_rounds=3, prepare_timeout_s=timeout_s), nodes=nodes
         )
@@ -146,19 +146,19 @@ def test_ranks_end_with_the_process_that_started_them():
 
 
 @pytest.fixture
-def two_nodes(monkeypatch):
+def two_nodes(monkeypatch, tmp_path):
     """This machine as two nodes: a second process has joined the first."""
     monkeypatch.setenv("FETTLE_KEY", "known to both")
     nodes = Nodes(2, "127.0.0.1", free_ports("127.0.0.1", 1)[0])
-    command = [sys.executable, "-c", "from fettle.cli import main; main()", "join", f"127.0.0.1:{nodes.port}"]
-    other = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    program = "from fettle.cli import main\nfrom tests.forking import forked_here\nwith forked_here():\n    main()\n"
+    other = Begun(tmp_path, program, "join", f"127.0.0.1:{nodes.port}")
     try:
         nodes.gather(lambda text: None)
         yield nodes, other
     finally:
         nodes.close()
-        other.kill()
-        other.communicate()
+        other.send(signal.SIGKILL)
+        other.wait()
 
 
 def test_ranks_of_two_nodes_train_as_one_process_does(two_nodes):
@@ -168,17 +168,17 @@ def test_ranks_of_two_nodes_train_as_one_process_does(two_nodes):
     assert list(ddp.accuracy.losses) == pytest.approx(list(base.accuracy.losses), abs=1e-5)
     assert any("allreduce" in note for note in ddp.notes)
     nodes.close()
-    said = other.communicate(timeout=60)[1]
-    assert other.returncode == 0
+    assert other.wait() == 0
+    said = other.err.read_text()
     assert "node 2 of 2" in said
     assert "processes of it that had ranks here: 1" in said
 
 
 def test_a_node_that_leaves_is_named(two_nodes):
     nodes, other = two_nodes
-    with forked("torch._dynamo"), Worker(ranks=2, nodes=nodes) as worker:
+    with forked(), Worker(ranks=2, nodes=nodes) as worker:
         worker.ask(Build(target("planned.py:workload")), Built, 120)
-        other.kill()
+        other.send(signal.SIGKILL)
         recipe = Recipe.parse("parallel=ddp")
         with pytest.raises(WorkerError, match="rank 1 on node 2 ended in prepare"):
             worker.ask(Prepare(source(recipe, FACTS), str(recipe)), Prepared, 60)
@@ -190,8 +190,8 @@ def test_a_node_that_leaves_before_its_ranks_have_come_is_not_waited_for(two_nod
     """torch would wait for them for a quarter of an hour."""
     nodes, other = two_nodes
     monkeypatch.setattr(ranks, "_WORD_S", 1.0)
-    with forked("torch._dynamo"), Worker(ranks=2, nodes=nodes) as worker:
-        other.kill()
+    with forked(), Worker(ranks=2, nodes=nodes) as worker:
+        other.send(signal.SIGKILL)
         with pytest.raises(UsageError, match="node 2 has left"):
             worker.ask(Build(target("planned.py:workload")), Built, 600)
 

@@ -243,8 +243,7 @@ def test_weights_may_be_held_in_few_bits(tmp_path, make, level):
     if not {"avx2", "avx512_vnni"} & set(cpu_flags()):
         pytest.skip("needs AVX2 or AVX-512 VNNI")
     recipe = f"grad=inference_mode kv_cache=static precision=bf16 guessing=prompt weights={level}"
-    layers = 1 if level == "int8-blocks" else 2  # it is packaged twice
-    package = packaged(tmp_path / "m", make(layers), recipe, {"accuracy": {"error": 0.01, "perplexity": 3.0}})
+    package = packaged(tmp_path / "m", make(layers=1), recipe, {"accuracy": {"error": 0.01, "perplexity": 3.0}})
     assert package.manifest.recipe == {"grad": "inference_mode", "weights": level}
     assert package.manifest.accuracy["tuned"] == {"divergence": 0.01, "allowed": None}
     assert 0 < package.manifest.accuracy["relative_error"] < (0.1 if level == "int8-blocks" else 0.7)
@@ -253,7 +252,7 @@ def test_weights_may_be_held_in_few_bits(tmp_path, make, level):
     if level == "int8-blocks":
         limits = {"limits": {"max_error": 1e-6}, "accuracy": {"error": 1e-7, "perplexity": 3.0}}
         with pytest.raises(UsageError, match="answers have a divergence of"):
-            packaged(tmp_path / "n", make(layers), recipe, limits)
+            packaged(tmp_path / "n", make(layers=1), recipe, limits)
 
 
 def test_the_layers_that_have_four_bits_are_those_that_were_chosen(tmp_path):
@@ -346,7 +345,7 @@ def test_compiled_ahead_of_time_it_reads_the_cache_where_it_lies(tmp_path, monke
 def sliding(window):
     torch.manual_seed(0)
     config = transformers.MistralConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
         initializer_range=1.0, sliding_window=window, **SIZES,
     )  # fmt: skip
     return transformers.MistralForCausalLM(config).eval()
@@ -389,7 +388,8 @@ def test_what_a_window_leaves_out_is_not_looked_at(tmp_path, make, window):
 def test_a_mixture_of_experts_is_served_without_the_operator_of_transformers(tmp_path):
     torch.manual_seed(0)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
-    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**TWO_LAYERS, **experts)).eval()
+    config = transformers.Qwen3MoeConfig(**{**TWO_LAYERS, "num_hidden_layers": 1}, **experts)
+    model = transformers.Qwen3MoeForCausalLM(config).eval()
     package = packaged(tmp_path / "m", model)
     operators = (package.folder / "graph.json").read_text()
     assert "torch.ops.fettle.grouped_mm" in operators

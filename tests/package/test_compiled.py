@@ -15,6 +15,7 @@ from fettle.package.export import write_package
 from fettle.package.model_runner import load_model
 from fettle.recipe import Recipe
 from fettle.workload import Workload
+from tests.forking import forked
 
 RECIPE = Recipe.parse("compile=default freeze=on grad=inference_mode precision=bf16")
 
@@ -36,7 +37,7 @@ def written(tmp_path_factory):
     """A package, and the folder its library was kept in when it was judged."""
     torch.manual_seed(0)
     batches = [{"x": torch.randn(3, n, 8), "mask": torch.ones(3, n)} for n in (5, 7)]
-    with pytest.MonkeyPatch.context() as patch:
+    with forked(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("FETTLE_CACHE", str(tmp_path_factory.mktemp("cache")))
         model = Scores().eval()
         yield model, write_package(Workload(model, batches), RECIPE, tmp_path_factory.mktemp("scores") / "p", name="p")

@@ -7,8 +7,6 @@ import re
 import resource
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -29,6 +27,7 @@ from fettle.serve.engine.registry import Options
 from fettle.serve.http import Limits, protocol
 from fettle.serve.http.aside import LARGE
 from fettle.serve.server import Address, clients_token, token_from
+from tests.forking import Begun
 from tests.serving import net, running, until
 
 TOKEN = "t" * 43
@@ -268,7 +267,7 @@ def test_a_full_queue_refuses_before_it_reads(store):
 
 
 def test_bodies_are_bounded(store):
-    with running([open_package(store / "net-1")], limits=Limits(max_body=1000, body_s=3.0)) as server:
+    with running([open_package(store / "net-1")], limits=Limits(max_body=1000, body_s=1.0)) as server:
         assert ask(server.url + "/v2/models/net/infer", b"x" * 2000)[0] == 413
         with socket.create_connection(("127.0.0.1", server.ports[0])) as link:  # a gigabyte, announced
             link.sendall(b"POST /v2/models/net/infer HTTP/1.1\r\nHost: a\r\nContent-Length: 1073741824\r\n\r\n")
@@ -284,7 +283,7 @@ def test_bodies_are_bounded(store):
 
 
 def test_connections_that_say_nothing_or_half_are_closed(store):
-    with running([open_package(store / "net-1")], limits=Limits(idle_s=1.0)) as server:
+    with running([open_package(store / "net-1")], limits=Limits(idle_s=0.6)) as server:
         address = ("127.0.0.1", server.ports[0])
         for begun in (b"", b"POST /v2/models/net/infer HTTP/1.1\r\nHost: a\r\nX-Slow: "):
             with socket.create_connection(address, timeout=30) as link:
@@ -549,33 +548,35 @@ def test_clients_of_the_protocol(server):
             np.testing.assert_allclose(found.as_numpy("output"), wanted, atol=1e-6)
 
 
-def test_a_server_that_is_killed_takes_its_workers_along(store):
-    code = "from fettle.cli import main; main()"
-    command = [sys.executable, "-c", code, "serve", str(store / "net-1"), "--port", "0", "--json"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    said = json.loads(server.stdout.readline())
+def begun(folder, package, *more):
+    """A server in a process of its own, and what it has said."""
+    program = "from tests.forking import forked_here\nwith forked_here():\n    from fettle.cli import main; main()"
+    server = Begun(folder, program, "serve", str(package), "--port", "0", "--json", *more)
+    until(lambda: server.out.read_text().endswith("\n") or server.has_ended())
+    return server, json.loads(server.out.read_text())
+
+
+def test_a_server_that_is_killed_takes_its_workers_along(store, tmp_path):
+    server, said = begun(tmp_path, store / "net-1")
     assert ask(said["url"] + "/v2/health/ready")[0] == 200
-    workers = psutil.Process(server.pid).children(recursive=True)
-    assert len(workers) == 1  # the one that was started ahead of everything else has been taken
-    server.kill()
+    family = psutil.Process(server.pid).children(recursive=True)
+    assert len(family) == 2  # what it is forked from, and one worker: that which began ahead of all else has been taken
+    server.send(signal.SIGKILL)
     server.wait()
-    _, alive = psutil.wait_procs(workers, timeout=60)
+    _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive
 
 
-def test_ctrl_c_answers_what_was_accepted_and_ends_with_0(store):
-    code = "from fettle.cli import main; main()"
-    command = [sys.executable, "-c", code, "serve", str(store / "net-1"), "--port", "0", "--json", "--delay", "2000"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    said = json.loads(server.stdout.readline())
+def test_ctrl_c_answers_what_was_accepted_and_ends_with_0(store, tmp_path):
+    server, said = begun(tmp_path, store / "net-1", "--delay", "2000")
     tensor = {"name": "input", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}
     with ThreadPoolExecutor(1) as threads:
         answer = threads.submit(ask, said["url"] + "/v2/models/net/infer", {"inputs": [tensor]})
         waiting = re.compile(rb"^fettle_queue_rows{.*} 1", re.MULTILINE)
         until(lambda: waiting.search(ask(said["url"] + "/metrics")[1]) or answer.done())
-        server.send_signal(signal.SIGINT)
+        server.send(signal.SIGINT)
         assert answer.result()[0] == 200
-    assert server.wait(120) == 0
+    assert server.wait() == 0
 
 
 def test_a_thousand_connections_that_say_nothing_stop_nobody(server):

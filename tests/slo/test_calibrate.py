@@ -1,12 +1,13 @@
 """Calibration: costs by rows, and workers that fail."""
 
 import json
+import os
 import shutil
+import signal
 from dataclasses import replace
 from types import SimpleNamespace
 
 import msgspec
-import psutil
 import pytest
 import torch
 
@@ -19,6 +20,9 @@ from fettle.slo.calibrate import Calibration, _steps, _Time, _Worker, calibrate,
 from fettle.slo.proof import sample_requests
 from fettle.slo.stopping import Stopped
 from fettle.workload import Workload
+from tests.processes import alive
+
+pytestmark = pytest.mark.usefixtures("forks")
 
 
 class FailsFromEight(torch.nn.Module):
@@ -97,9 +101,8 @@ def test_a_recipe_that_cannot_work_on_a_device_is_its_failure(store, tmp_path):
 def test_a_worker_that_is_killed_costs_its_size(store):
     def kill(text):
         if text.startswith("cost of 4 rows"):
-            for child in psutil.Process().children():
-                if "fettle.slo.calibrate" in (child.as_dict(["cmdline"])["cmdline"] or ()):  # none of a zombie
-                    child.kill()
+            for worker in alive("fettle.slo.calibrate"):
+                os.kill(worker, signal.SIGKILL)
 
     made = calibrate(open_package(store / "net-1"), most=8, seconds=0.01, on_progress=kill)
     assert {1, 2, 3} <= made.samples.keys()
@@ -129,9 +132,8 @@ def test_it_is_stopped_while_a_worker_does_not_answer(store):
     told = []
 
     def suspend(text):
-        for child in psutil.Process().children():
-            if "fettle.slo.calibrate" in (child.as_dict(["cmdline"])["cmdline"] or ()):
-                child.suspend()
+        for worker in alive("fettle.slo.calibrate"):
+            os.kill(worker, signal.SIGSTOP)
         told.append(text)
 
     with pytest.raises(Stopped):

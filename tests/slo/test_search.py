@@ -208,8 +208,9 @@ def made_up(monkeypatch):
 
     async def prove(package, point, costs, found, seconds, journal, on_progress, stop, expected, *rest):
         real = Costs({rows: (value,) for rows, value in World.truth.items()}, 0, 0)
-        point.measured = capacity(point.setting.batching(), real, found.limit_s, requests=1500)[0]
+        point.measured = capacity(point.setting.batching(), real, found.limit_s)[0]
 
+    monkeypatch.setitem(capacity.__kwdefaults__, "requests", 1500)  # as few as those of the load tests
     monkeypatch.setattr(room, "calibrate", calibrate)
     monkeypatch.setattr(room._Search, "_overheads", overheads)
     monkeypatch.setattr(room, "prove", prove)
@@ -529,7 +530,7 @@ def test_torchserve_table_of_nothing_is_empty():
 # -- recipes ----------------------------------------------------------------------------------------------------------
 
 
-def test_recipes_are_packaged_and_what_cannot_be_is_a_failure(tmp_path):
+def test_recipes_are_packaged_and_what_cannot_be_is_a_failure(tmp_path, forks):
     (tmp_path / "small.py").write_text(
         "import torch\n"
         "def workload():\n"

@@ -146,7 +146,7 @@ class Server:
         search.result.scale, kept = dict.fromkeys(search.result.scale, self.slower), search.result.scale
         tables = search._tables(setting)
         search.result.scale = kept
-        due = np.arange(400) / rate
+        due = np.arange(250) / rate
         seen = simulate_texts(due, search.result.prompts, search.result.outputs, setting.rows, setting.chunk, tables)
         limits = search.result.limits
         expected = simulate_texts(

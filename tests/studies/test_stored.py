@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import platform
+import shutil
 import time
 from pathlib import Path
 from random import Random
@@ -39,23 +40,32 @@ def opened(name: str, url: str, place: int = 0) -> Study:
     return study
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A storage of a study for workers that three kinds of machines measured, and that of one workload by itself."""
+    folder = tmp_path_factory.mktemp("studies")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        (folder / "net.py").write_text("def workload():\n    ...\n")
+        settings = Settings(storage="s.db", name="night", output=folder, arguments={"batch": ["1", "4"]})
+        announce(agree(["net.py"], settings), settings)
+        url = storage_url("s.db", folder)
+        for name in ("night/net-batch1", "night/net-batch4", "alone"):
+            for place in range(1 if name == "alone" else 3):
+                study = opened(name, url, place)
+                random = Random(f"{name} {place}")
+                for text in RECIPES:
+                    recipe = Recipe.parse(text)
+                    gain = sum(value * (1 + 0.1 * place) for level, value in GAINS.items() if level in text)
+                    study.add(trial(recipe, gain + random.gauss(0, 0.01)))
+    return folder / "s.db"
+
+
 @pytest.fixture
-def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A study for workers that three kinds of machines measured, and that of one workload by itself."""
+def storage(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A copy of it in the folder that is worked in."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "net.py").write_text("def workload():\n    ...\n")
-    settings = Settings(storage="s.db", name="night", output=tmp_path, arguments={"batch": ["1", "4"]})
-    announce(agree(["net.py"], settings), settings)
-    url = storage_url("s.db", tmp_path)
-    for name in ("night/net-batch1", "night/net-batch4", "alone"):
-        for place in range(1 if name == "alone" else 3):
-            study = opened(name, url, place)
-            random = Random(f"{name} {place}")
-            for text in RECIPES:
-                recipe = Recipe.parse(text)
-                gain = sum(value * (1 + 0.1 * place) for level, value in GAINS.items() if level in text)
-                study.add(trial(recipe, gain + random.gauss(0, 0.01)))
-    (tmp_path / "net.py").unlink()
+    shutil.copy(made, "s.db")
     return "s.db"
 
 
@@ -81,7 +91,9 @@ def test_the_page_is_drawn_with_machine_and_host_of_each_experiment(storage: str
     assert "Which machine measured what" in (tmp_path / "drawn" / "study.html").read_text()
 
 
-@pytest.mark.parametrize("seconds", ["a while", [1], 10**400, math.nan, -1.0])
+@pytest.mark.parametrize(
+    "seconds", ["a while", [1], 10**400, math.nan, -1.0], ids=["words", "list", "huge", "nan", "below"]
+)
 def test_a_time_that_is_none_is_left_out(storage: str, seconds: object):
     study = opened("alone", storage_url(storage, Path()))
     study.set_note("seconds", 5.0)

@@ -73,7 +73,7 @@ class Tiny(nn.Module):
     def __init__(self):
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, 64, 4, stride=4), nn.BatchNorm2d(64), nn.ReLU())
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.drop, self.head = nn.Dropout(0.1), nn.Linear(64, 16)
 
     def forward(self, image, gain=1.0):
@@ -105,8 +105,8 @@ def build(target: Path) -> Workload:
 
 FACTS = replace(
     Facts(
-        training=True, train_mode_differs=True, calibration_batches=2, num_linear=7, num_conv=1, num_4d_inputs=1,
-        block_classes=("tiny.Block",), manual_attention=3, samples=2, allow_batch=True,
+        training=True, train_mode_differs=True, calibration_batches=2, num_linear=5, num_conv=1, num_4d_inputs=1,
+        block_classes=("tiny.Block",), manual_attention=2, samples=2, allow_batch=True,
     ),
     **{
         name: getattr(probe_facts(Workload(torch.nn.Linear(2, 2), [torch.rand(2, 2)])), name)

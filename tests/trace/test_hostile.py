@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fettle.errors import UsageError
 from fettle.trace import call_tree, load, write_report
 from fettle.trace.io.mend import read_event_by_event
+from tests.conftest import examples
 from tests.trace import fuzzing
 from tests.trace.build import Build
 
@@ -45,7 +46,7 @@ EVENTS = st.fixed_dictionaries(
 )  # fmt: skip
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_mutated_traces_never_crash(seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("m") / "t.json"
@@ -53,7 +54,7 @@ def test_mutated_traces_never_crash(seed: int, tmp_path_factory: pytest.TempPath
     fuzzing.answer_everything(path)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(events=st.lists(EVENTS, min_size=1, max_size=12))
 def test_events_that_hold_anything_never_crash(events: list[object], tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("m") / "t.json"

@@ -33,7 +33,7 @@ BUDGET_S = 1800
 
 @pytest.fixture(autouse=True)
 def quick():
-    with quick_studies(), forked("torch._dynamo"):  # which every optimizer imports
+    with quick_studies(), forked():  # which every optimizer imports
         yield
 
 

@@ -36,7 +36,7 @@ def quick() -> Iterator[None]:
 @pytest.fixture
 def training_forks() -> Iterator[None]:
     """Children begin as forks of a process that has imported what every optimizer imports."""
-    with forked("torch._dynamo"):
+    with forked():
         yield
 
 

@@ -7,9 +7,8 @@ import importlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from fettle.recipe_file import load_recipe
 from fettle.report import Result, save
 from fettle.techniques import load, source
 from tests.conftest import Run, quick_studies
-from tests.forking import forked, run_script
+from tests.forking import Begun, forked, run_script
 
 WORK = """
 import torch
@@ -168,19 +167,15 @@ def test_killed_at_any_moment_the_same_command_goes_on(work: Path, tmp_path: Pat
     options = [f"--technique={name}={','.join(levels)}" for name, levels in FEW.items()]
     program = (
         "from fettle.cli import main\nfrom tests.conftest import never_wait, quick_studies\n"
-        "from tests.forking import forked\nnever_wait()\nwith quick_studies(), forked():\n    main()\n"
+        "from tests.forking import forked_here\nnever_wait()\nwith forked_here(), quick_studies():\n    main()\n"
     )
     command = ["tune", str(work), "-o", str(out), *options, "--budget", f"{BUDGET_S}s"]
-    first = subprocess.Popen(
-        [sys.executable, "-c", program, *command], stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert first.stderr is not None
-    for line in first.stderr:
-        if " ms " in line and "mode=eval" in line:  # a trial beyond the baseline is done
-            break
-    else:
-        pytest.fail("the study ended before it could be killed")
-    os.killpg(first.pid, signal.SIGKILL)
+    first = Begun(tmp_path, program, *command)
+    # until a trial beyond the baseline is done
+    while not any(" ms " in line and "mode=eval" in line for line in first.err.read_text().splitlines()):
+        assert not first.has_ended(), "the study ended before it could be killed"
+        time.sleep(0.02)
+    first.send(signal.SIGKILL)
     first.wait()
     before = _recipes(out)
     assert before
