@@ -164,9 +164,9 @@ def test_what_is_odd_about_the_second_of_two_is_said(tmp_path: Path, run_fettle)
     odd["segments"][0]["total_size"] += 512
     odd["segments"][0]["blocks"][0]["state"] = "asleep"
     second.write_bytes(pickle.dumps(odd, protocol=4))
-    said = " ".join(run_fettle("memory", first, second).out.split())
-    assert "b.pickle: 1 unknown block state, counted as inactive" in said
-    assert "b.pickle contradicts itself in " in said
+    said = "".join(run_fettle("memory", first, second).out.split())  # a path may be broken anywhere
+    assert "b.pickle:1unknownblockstate,countedasinactive" in said
+    assert "b.picklecontradictsitselfin" in said
 
 
 @pytest.mark.parametrize(
