@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fettle.errors import UsageError
+from fettle.memory import pickles
 from fettle.memory.pickles import load_plain_data
 
 plain = st.recursive(
@@ -31,6 +32,12 @@ def test_plain_data_comes_back_as_it_was(value: object, protocol: int) -> None:
 
 def test_a_pair_of_integers_is_the_one_tuple_that_is_read() -> None:
     assert load_plain_data(pickle.dumps([7, (0, 70_000), (2**40, 1)], protocol=4), "f") == [7, (0, 70_000), (2**40, 1)]
+
+
+def test_pairs_between_two_frames_are_read() -> None:
+    """A long loop's recording holds a hundred thousand pairs, of times and sizes."""
+    value = [(1_700_000_000_000_000 + number, (1 << 33) + number) for number in range(20_000)]
+    assert load_plain_data(pickle.dumps(value, protocol=4), "f") == value
 
 
 def test_strings_of_every_length() -> None:
@@ -80,6 +87,21 @@ def test_bombs_cost_neither_time_nor_memory(name: str) -> None:
     tracemalloc.stop()
     assert peak < 100 << 20
     assert seconds < 60  # on any machine: work that grows with what a bomb claims would not end
+
+
+def test_pairs_that_were_chosen_to_have_one_hash_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, whole, pairs = 11400714785074694791, 14029467366897019727, 1 << 64, list[bytes]()
+    back = pow(second, -1, whole)
+    for number in range(80_000):  # what CPython makes of a pair: xxHash, whose second lane is chosen to bring it to 0
+        lane = (2870177450012600261 + number * second) % whole
+        lane = (lane << 31 | lane >> 33) % whole * first % whole
+        other = -lane * back % whole
+        other -= whole * (other >> 63)
+        if abs(other) < (1 << 61) - 1:
+            pairs.append(struct.pack("<cicBq2s", b"J", number, b"\x8a", 8, other, b"\x86N"))
+    monkeypatch.setattr(pickles, "_LEAST_S", 0.1, raising=False)
+    with pytest.raises(UsageError, match="far longer to read"):
+        load_plain_data(b"\x80\x02}(" + b"".join(pairs) + b"u.", "bomb")
 
 
 def test_deeply_nested_lists_do_not_crash() -> None:

@@ -7,7 +7,9 @@ lists, pairs of numbers, strings, numbers, booleans and None. That settles at on
 - a tiny file that asks for a huge memo (the C unpickler allocates for the largest memo index it meets) is refused:
   an index may not exceed the file's own length;
 - strings longer than the file, huge integers and byte arrays that are allocated before they are read are refused;
-- nested tuples used as dictionary keys, which overflow the C stack when they are hashed, cannot be built.
+- nested tuples used as dictionary keys, which overflow the C stack when they are hashed, cannot be built;
+- dictionaries of numbers, or pairs of them, that were chosen to have one hash take a time that grows with the square of
+  their count: the unpickler is fed a piece at a time, and is given no more once it has taken too long.
 
 Runs of fixed-size opcodes are matched by one possessive regular expression, so a scan costs about 10 ns an opcode.
 """
@@ -19,13 +21,18 @@ import io
 import pickle
 import pickletools
 import re
+import time
 from typing import NoReturn
 
 from fettle.errors import UsageError
 
 _INT = rb"(?:K.|M..|J.{4}|\x8a(?:\x08.{8}|\x07.{7}|\x06.{6}|\x05.{5}|\x04.{4}|\x09.{8}\x00|\x03...|\x02..|\x01.|\x00))"
+_FRAME = rb"\x95..[\x00-\x02]\x00{5}"  # those of Python end after 64 KiB and one more string of less
+_PAIR = _INT + rb"(?:" + _FRAME + rb")?+" + _INT + rb"(?:" + _FRAME + rb")?+\x86"  # a frame may end within it
 _STRINGS = {0x8C: 1, 0x58: 4, 0x8D: 8}  # opcode -> bytes of its length field: SHORT_BINUNICODE, BINUNICODE, BINUNICODE8
 _STOP, _LONG1 = 0x2E, 0x8A
+_LEAST_S, _S_PER_BYTE = 5.0, 5e-7
+"""CPU time that loading may take: ten times and more what honest files do."""
 _FORBIDDEN = {
     "names a class": ("GLOBAL", "STACK_GLOBAL"),
     "calls a function": ("REDUCE",),
@@ -34,6 +41,7 @@ _FORBIDDEN = {
     "refers to something outside": ("PERSID", "BINPERSID"),
     "names an extension class": ("EXT1", "EXT2", "EXT4"),
     "asks for a byte array": ("BYTEARRAY8",),
+    "asks for a frame larger than any that is written": ("FRAME",),
     "uses a memo index beyond its own length": ("LONG_BINPUT", "LONG_BINGET"),
     "holds an integer of more than 64 bits": ("LONG1", "LONG4"),
     "nests tuples": ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
@@ -46,7 +54,7 @@ def load_plain_data(raw: bytes, name: str) -> object:
     was_collecting = gc.isenabled()
     gc.disable()  # millions of dictionaries without a cycle among them: collecting while loading doubles the time
     try:
-        return _PlainUnpickler(io.BytesIO(raw)).load()
+        return _PlainUnpickler(_Fed(raw, name)).load()
     except (pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError):
         raise UsageError(f"{name}: damaged pickle, its instructions do not fit together") from None
     except (MemoryError, RecursionError, OverflowError):
@@ -88,12 +96,12 @@ def _run_of_fixed_opcodes(length: int) -> re.Pattern[bytes]:
         rb"[hq].",  # BINGET, BINPUT
         rb"[rj]" + memo_index,  # LONG_BINPUT, LONG_BINGET
         rb"\x94",  # MEMOIZE
-        _INT + _INT + rb"\x86",  # a pair of integers (a pool id): the only tuple that a snapshot holds
+        _PAIR,  # a pair of integers (a pool id): the only tuple that a snapshot holds
         _INT,
         rb"[N\x88\x89\]})]",  # None, True, False, [], {}, ()
         rb"[(ueas021]",  # MARK, SETITEMS, APPENDS, APPEND, SETITEM, POP, DUP, POP_MARK
         rb"G.{8}",  # BINFLOAT
-        rb"\x95.{8}",  # FRAME
+        _FRAME,
         rb"\x80.",  # PROTO
     ]
     return re.compile(rb"(?s:" + rb"|".join(fixed) + rb")*+")
@@ -115,6 +123,24 @@ def _refuse(raw: bytes, position: int, name: str) -> NoReturn:
     reasons = [reason for reason, opcodes in _FORBIDDEN.items() if what in opcodes]
     reason = reasons[0] if reasons else "uses an instruction that plain data does not need"
     raise UsageError(f"{name}: refused, not plain data: this pickle {reason} ({what})")
+
+
+class _Fed(io.BytesIO):
+    """The file, a piece at a time: the unpickler asks for more after 16 KiB, or after a frame."""
+
+    def __init__(self, raw: bytes, name: str) -> None:
+        super().__init__(raw)
+        self._name, self._end_s = name, time.thread_time() + _LEAST_S + _S_PER_BYTE * len(raw)
+
+    def peek(self, size: int) -> bytes:
+        at, piece = self.tell(), self.read(size)
+        self.seek(at)
+        return piece
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if time.thread_time() > self._end_s:
+            raise UsageError(f"{self._name}: refused, it takes far longer to read than snapshots of its size")
+        return super().read(size)
 
 
 class _PlainUnpickler(pickle.Unpickler):
