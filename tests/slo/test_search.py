@@ -34,7 +34,7 @@ from fettle.slo import proof
 from fettle.slo import search as room
 from fettle.slo.calibrate import Calibration
 from fettle.slo.kept import Tested as OneTest
-from fettle.slo.kept import open_journal
+from fettle.slo.kept import open_journal, package_key
 from fettle.slo.outcome import as_data, explain, front, torchserve_rows
 from fettle.slo.overheads import Overheads
 from fettle.slo.points import Branch, Failure, Measured, Point, SearchResult, Setting, Variant
@@ -111,6 +111,17 @@ def test_what_serving_adds_beside_a_neighbour_is_not_what_it_adds_alone(done, pa
         journal.put(f"load, {key}", {"others": 0.5, "waits": None})
     found = asyncio.run(search(package, LIMIT, keep=keep, rate=1.0, **QUICK))
     assert 0.5 in [load.others for load in found.loads]
+
+
+def test_what_was_measured_of_a_package_that_is_served_otherwise_is_not_kept(package):
+    """A search sets the rows itself."""
+
+    def served(**how):
+        return package_key(replace(package, settings=msgspec.structs.replace(package.settings, **how)))
+
+    assert package_key(package) == served(max_rows=2)
+    ways = [{}, {"buckets": (1, 8)}, {"max_queue_rows": 7}, {"timeout_ms": 9.0}, {"max_worker_bytes": 1 << 30}]
+    assert len({served(**how) for how in ways}) == len(ways)
 
 
 def _kept(path, what):

@@ -11,7 +11,11 @@ import msgspec
 from fettle.journal import Journal
 from fettle.package.host import host_id
 from fettle.package.manifest import MANIFEST, SETTINGS, Package
+from fettle.package.settings import ServeSettings
 from fettle.slo.server_process import ServerStats
+
+_SERVED = ("buckets", "max_queue_rows", "timeout_ms", "max_worker_bytes")
+"""Settings of a package that a search leaves as they are."""
 
 
 class Tested(msgspec.Struct, forbid_unknown_fields=True):
@@ -39,7 +43,9 @@ def open_journal(path: Path | None) -> Journal:
 
 
 def package_key(package: Package) -> str:
-    """Equal for packages that compute the same: their settings may differ."""
+    """Equal for packages that compute the same and are served alike: what a search sets itself may differ."""
     files = [f"{name}={digest}" for name, digest in sorted(package.manifest.files.items()) if name != SETTINGS]
-    text = "|".join([MANIFEST, *files, str(sorted(package.manifest.recipe.items()))])
+    usual, own = ServeSettings(), package.settings
+    served = [f"{name}={getattr(own, name)}" for name in _SERVED if getattr(own, name) != getattr(usual, name)]
+    text = "|".join([MANIFEST, *files, str(sorted(package.manifest.recipe.items())), *served])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
