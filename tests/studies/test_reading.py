@@ -6,6 +6,7 @@ from fettle.errors import UsageError
 from fettle.studies import analyse
 from fettle.studies.output import write_table
 from fettle.studies.reading import read_csv
+from fettle.studies.table import Experiment, Response, Table
 
 CUBE = """# Source: made up
 model,eval,autocast-dtype,batch,params,throughput (it/s),first-batch (ms)
@@ -111,6 +112,13 @@ def test_columns_of_ours_do_not_overwrite_a_factor_of_that_name(tmp_path):
     write_table(made, tmp_path / "out.csv")
     lines = (tmp_path / "out.csv").read_text().splitlines()
     assert lines[:2] == ["group_,group,reason,reason_", 'a,0,1.0,""']
+
+
+def test_what_came_out_does_not_overwrite_a_factor_of_that_name(tmp_path):
+    """An argument of a factory may be called `error`."""
+    made = Table({"error": ("a", "b")}, (Response("error"),), (Experiment({"error": "b"}, {"error": 0.5}),))
+    write_table(made, tmp_path / "out.csv")
+    assert (tmp_path / "out.csv").read_text().splitlines() == ["group,error,error_,reason", '"",b,0.5,""']
 
 
 def test_a_level_that_one_model_never_had_is_said(tmp_path):

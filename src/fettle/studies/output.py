@@ -55,15 +55,21 @@ def study_json(
 
 def rows(table: Table) -> list[dict[str, Any]]:
     """One flat row an experiment; what is missing is None, never zero. A factor may be named as a column of ours is."""
-    taken = {*table.factors, *(one.name for one in table.responses)}
+    came_out = _came_out(table)
+    taken = {*table.factors, *came_out.values()}
     group, reason = (f"{name}_" if name in taken else name for name in ("group", "reason"))
     return [
         {
             group: row.group, **row.levels, **_where(table, row),
-            **{one.name: row.value(one.name) for one in table.responses}, reason: row.reason,
+            **{column: row.value(name) for name, column in came_out.items()}, reason: row.reason,
         }
         for row in table.experiments
     ]  # fmt: skip
+
+
+def _came_out(table: Table) -> dict[str, str]:
+    """The columns of responses, by their names."""
+    return {one.name: f"{one.name}_" if one.name in table.factors else one.name for one in table.responses}
 
 
 def _where(table: Table, row: Experiment) -> dict[str, str]:
@@ -74,7 +80,7 @@ def _where(table: Table, row: Experiment) -> dict[str, str]:
 
 def write_table(table: Table, path: Path) -> None:
     """Write the experiments to `path`, as CSV or as Parquet by its suffix. Raises `UsageError` where it cannot be."""
-    written, numbers = rows(table), {one.name for one in table.responses}
+    written, numbers = rows(table), _came_out(table).values()
     schema = {name: polars.Float64 if name in numbers else polars.String for name in (written[0] if written else {})}
     frame = polars.DataFrame(written, schema=schema)
     with whole(path) as partial:
