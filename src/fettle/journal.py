@@ -6,6 +6,7 @@ same order, and the journal answers those that were answered before.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -81,8 +82,7 @@ class Journal:
         """Keep an answer, or why there is none: on disk when this returns."""
         line = self.lines[key] = Line(key, msgspec.Raw(msgspec.json.encode(answer)), failure)
         if self._descriptor >= 0:
-            os.write(self._descriptor, msgspec.json.encode(line) + b"\n")
-            os.fsync(self._descriptor)
+            self._write(msgspec.json.encode(line) + b"\n")
         return line
 
     def close(self, *, delete: bool = False) -> None:
@@ -102,19 +102,26 @@ class Journal:
         first, _, rest = text.partition(b"\n")
         if text and f"{self._writer} {_FORMAT}".encode() not in first[:64]:
             raise UsageError(f"{self.path} holds no measurements of {self._writer}; name another file")
-        kept = [head]
-        if first == head:  # else it is of another version, program, machine or length of slices: measured anew
+        missing = b"\n" if text and not text.endswith(b"\n") else b""
+        if first == head:
             for raw in rest.split(b"\n"):
-                try:
+                with contextlib.suppress(ValueError, RecursionError):  # cut short by the end of a process
                     line = msgspec.json.decode(raw, type=Line)
-                except (ValueError, RecursionError):
-                    break  # cut short by the end of the process
-                self.lines[line.key] = line
-                kept.append(raw)
-        whole = b"\n".join(kept) + b"\n"
-        # Lines that are in the file already are not written again: a kill meanwhile would lose them.
-        there = len(whole) - 1 if text.startswith(whole[:-1]) else 0
-        os.ftruncate(self._descriptor, there)
-        os.lseek(self._descriptor, there, os.SEEK_SET)
-        os.write(self._descriptor, whole[there:])
-        os.fsync(self._descriptor)
+                    self.lines[line.key] = line
+        else:  # it is of another version, program, machine or length of slices: measured anew
+            os.ftruncate(self._descriptor, 0)
+            missing = head + b"\n"
+        os.lseek(self._descriptor, 0, os.SEEK_END)
+        self._write(missing)
+
+    def _write(self, data: bytes) -> None:
+        """Append all of it, or nothing where there is no room: the next line would be glued to a part."""
+        end = os.lseek(self._descriptor, 0, os.SEEK_CUR)
+        try:
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+            os.fsync(self._descriptor)
+        except OSError:
+            os.ftruncate(self._descriptor, end)
+            os.lseek(self._descriptor, end, os.SEEK_SET)
+            raise

@@ -296,6 +296,30 @@ def test_the_journal(tmp_path: Path) -> None:
         Journal(link)
 
 
+def test_what_a_full_disk_cut_short_costs_no_other_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, write = tmp_path / "kept", os.write
+    journal = Journal(path, "fettle data")
+    journal.put("one", 1)
+
+    def full(descriptor: int, data: bytes) -> int:
+        if len(data) < 10:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data[: len(data) // 2])
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        journal.put("two", 2)
+    monkeypatch.undo()
+    journal.put("three", 3)
+    journal.close()
+    lines = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join([*lines[:2], lines[2][:9], lines[2]]) + b"\n{")  # and as earlier versions left it
+    for name, value in (("one", 1), ("three", 3)):
+        again = Journal(path, "fettle data")
+        assert again.answer(name, int) == value
+        again.close()
+
+
 def test_a_lock_is_one_processs_until_it_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = locked(tmp_path / "lock")
     with pytest.raises(BlockingIOError):
