@@ -7,12 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from fettle.measure import WorkerError
 from fettle.measure.messages import Peaks, Probe, Probed, Reference
 from fettle.recipe import Recipe
 from fettle.search import holds
 from fettle.techniques import Facts, bundles, idle, machine_facts
 from fettle.tuning._probe import Probed as Found
-from fettle.tuning._probe import _recalled, probe
+from fettle.tuning._probe import _recalled, plan_memory, probe
 from fettle.tuning.space import space_for
 
 FACTS = Facts(num_linear=12, packages={"openvino": "1", "nncf": "1"}, calibration_batches=2, cpu_flags=("avx512_bf16",))
@@ -118,3 +119,44 @@ def test_a_training_study_that_goes_on_with_larger_batches_asks_how_large_they_m
         asked.clear()
         found = probe(worker, study, path, "made up", allowed, 60.0, -1.0)
         assert (found.facts.largest_batch, len(asked)) == (most, questions)
+
+
+def test_a_first_look_that_was_too_long_for_one_budget_is_made_under_a_longer_one(tmp_path, monkeypatch):
+    asked, notes, path = [], {}, tmp_path / "reference.pt"
+    facts = {"facts": Facts(), "has_metric": False}
+    given = {Probed: facts, Peaks: {"peaks": {}}, Reference: {"dtype": "float32", "seconds": 1.0}}
+
+    def ask(request, answer, timeout_s):
+        asked.append(type(request).__name__)
+        path.touch()
+        return answer(**given[answer])
+
+    def look(worker):
+        asked.append("look")
+        return [], {"flops": 1.0}
+
+    monkeypatch.setattr("fettle.tuning._probe._first_look", look)
+    study: Any = SimpleNamespace(note=notes.get, set_note=notes.__setitem__)
+    worker: Any = SimpleNamespace(ask=ask)
+    seen = ["MeasurePeaks", "look"]
+    for look_s, questions in ((1e-9, ["Probe", "MeasurePeaks", "WriteReference"]), (0.0, []), (9e9, seen), (9e9, [])):
+        asked.clear()
+        found = probe(worker, study, path, "made up", False, 60.0, look_s)
+        assert asked == questions
+        assert bool(found.features) == (look_s > 1)
+
+
+@pytest.mark.parametrize(("kind", "is_kept"), [("timeout", False), ("error", True)])
+def test_a_memory_plan_that_failed_in_passing_is_made_again(kind, is_kept):
+    asked, notes, facts = [], {}, Facts(mode="training")
+
+    def ask(request, *_):
+        asked.append(request)
+        raise WorkerError("out of order", kind)
+
+    study: Any = SimpleNamespace(note=notes.get, set_note=notes.__setitem__)
+    worker: Any = SimpleNamespace(ask=ask)
+    for _ in range(2):
+        plan = plan_memory(worker, study, 2, 1, facts, 1 << 30, lambda text: None)
+        assert plan.note == "the memory could not be planned: out of order"
+    assert len(asked) == (1 if is_kept else 2)

@@ -46,6 +46,8 @@ class Probed:
     fingerprint: str = ""
     reference_path: str = ""
     """The reference outputs."""
+    look_s: float = 0.0
+    """Where the first look would have taken too long, what it was thought to take; 0 where it was made."""
 
 
 def probe(
@@ -57,7 +59,7 @@ def probe(
 
     The first look, which only puts the most promising techniques first, is left out where it would take more than
     about `look_s`: it makes about twice as many calls as finding the facts does. With none of that, what the machine
-    reaches is not measured either.
+    reaches is not measured either. A later run that has the time makes up for it.
     """
     kept = _recalled(study) if path.is_file() else None
     if kept is not None and allow_batch and kept.facts.mode == "training" and not kept.facts.largest_batch:
@@ -65,12 +67,13 @@ def probe(
     if kept is None:
         began = time.monotonic()
         probed = worker.ask(messages.Probe(allow_batch), messages.Probed, timeout_s)
-        affordable = 2 * (time.monotonic() - began) <= look_s
-        peaks = worker.ask(messages.MeasurePeaks(), messages.Peaks, timeout_s).peaks if look_s else {}
         # before the reference, which turns the model into another dtype
-        advice, features = _first_look(worker) if affordable else ([], {})
+        look = _look(worker, 2 * (time.monotonic() - began), look_s, timeout_s)
         reference = worker.ask(messages.WriteReference(str(path)), messages.Reference, timeout_s)
-        kept = Probed(probed.facts, probed.has_metric, peaks, advice, reference, features)
+        kept = Probed(probed.facts, probed.has_metric, reference=reference, **look)
+        study.set_note("probe", msgspec.to_builtins(kept))
+    elif 0 < kept.look_s <= look_s:
+        kept = replace(kept, **_look(worker, kept.look_s, look_s, timeout_s))
         study.set_note("probe", msgspec.to_builtins(kept))
     _let_go(path)
     if kept.has_metric and (problem := kept.reference.metric_problem):
@@ -118,6 +121,15 @@ def _recalled(study: Study) -> Probed | None:
         return replace(facts, packages=here.packages, libraries=here.libraries, learned={}, parts=parts)
 
     return replace(kept, facts=today(kept.facts))
+
+
+def _look(worker: Worker, needed_s: float, affordable_s: float, timeout_s: float) -> dict[str, Any]:
+    """What a run that can afford so much finds by looking, as fields of `Probed`."""
+    peaks = worker.ask(messages.MeasurePeaks(), messages.Peaks, timeout_s).peaks if affordable_s else {}
+    if needed_s > affordable_s:
+        return {"peaks": peaks, "advice": [], "look_s": needed_s}
+    advice, features = _first_look(worker)
+    return {"peaks": peaks, "advice": advice, "features": features, "look_s": 0.0}
 
 
 def _first_look(worker: Worker) -> tuple[list[Advice], Mapping[str, Any]]:
@@ -193,6 +205,8 @@ def plan_memory(
         plan = MemoryPlan(msgspec.msgpack.decode(planned.plan, type=Plan), planned.note)
     except (WorkerError, UsageError) as error:
         plan = MemoryPlan(None, f"the memory could not be planned: {error}")
+        if isinstance(error, WorkerError) and error.kind != "error":  # it ended, or took too long: this once, maybe
+            return plan
     study.set_note(key, {"plan": msgspec.to_builtins(plan.made), "note": plan.note})
     return plan
 
