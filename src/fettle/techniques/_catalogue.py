@@ -255,7 +255,10 @@ def batch_factor(recipe: Recipe) -> int:
 
 
 def run_by(recipe: Recipe, packages: Mapping[str, str]) -> dict[str, str]:
-    """Those of `packages`, versions by name, that the levels of a recipe run by."""
+    """Those of `packages`, versions by name, that the levels of a recipe run by; those of another environment belong to
+    its name."""
+    if PYTHON.name in recipe.levels:
+        return {}
     names = (name for technique, level in changed(recipe) for name in technique.packages_of(level))
     return {name: packages[name] for name in names if name in packages}
 

@@ -361,8 +361,8 @@ class Session:
                          python=interpreter.path if interpreter is not None else "")  # fmt: skip
 
     def _versions(self, recipe: Recipe) -> Mapping[str, str]:
-        """Of the packages that a recipe runs by here; those of another environment belong to its name."""
-        return {} if self._where(recipe) else run_by(recipe, self.facts.packages)
+        """Of the packages that a recipe runs by here."""
+        return run_by(recipe, self.facts.packages)
 
     def _where(self, recipe: Recipe) -> Interpreter | None:
         """The environment that a recipe runs in; None for ours."""
