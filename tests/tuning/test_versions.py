@@ -28,6 +28,7 @@ def test_what_a_recipe_runs_by():
         ("precision=bf16 compile=default", set()), ("quantize=int8-dynamic", {"torchao"}),
         ("runtime=aoti", {"transformers"}), ("runtime=openvino-bf16", {"openvino", "transformers"}),
         ("runtime[encoder]=onnxruntime", {"onnxruntime", "onnx", "transformers"}),
+        ("python=other runtime=onnxruntime", set()),
     ):  # fmt: skip
         assert run_by(Recipe.parse(text), PACKAGES) == {name: PACKAGES[name] for name in names}
 
@@ -126,7 +127,7 @@ def test_a_study_of_a_version_with_fewer_levels_goes_on(tmp_path, monkeypatch):
     "changed",
     [
         {"samples": 0}, {"peak_bytes": -1}, {"speedup": {"estimate": 0, "low": 0, "high": 1}}, {"slices": 3},
-        {"learned": {"int8_layers": 3}},
+        {"learned": {"int8_layers": 3}}, {"samples": 10**400},
     ],
 )  # fmt: skip
 def test_a_trial_that_somebody_changed_is_one_line(tmp_path, changed):

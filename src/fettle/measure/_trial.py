@@ -284,8 +284,9 @@ class Trial:
         """The inverse of `to_json`. Raises `msgspec.ValidationError` or `ValueError` for anything else."""
         trial = msgspec.convert(typed(data, cls), cls)
         gain = 1.0 if trial.speedup is None else trial.speedup.estimate
-        if any(number <= 0 for number in (trial.samples, trial.peak_bytes or 1, trial.energy_j or 1.0, gain)):
-            raise ValueError("its samples, memory, energy and speed-up must be above 0")
+        numbers = (trial.samples, trial.peak_bytes or 1, trial.energy_j or 1.0, gain)
+        if any(number <= 0 or number >= 1 << 63 for number in numbers):
+            raise ValueError("its samples, memory, energy and speed-up must be above 0 and below 2**63")
         for name, kind in learned_types(trial.learned).items():
             msgspec.convert(trial.learned[name], kind)
         return trial
