@@ -101,7 +101,8 @@ def load_recipe(path: str | Path) -> RecipeFile:
             _typed(getattr(file, name), kind, name)
         for name, kind in learned_types(file.evidence).items():
             _typed(file.evidence[name], kind, f"evidence.{name}")
-    return _checked(file)
+    with refusing(f"{path}:", UsageError):
+        return _checked(file)
 
 
 def _typed(value: Any, kind: type[T], where: str = "") -> T:

@@ -293,7 +293,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     ("text", "words"),
     [
         ("levels = 3", "levels"),
-        ("[levels]\nprecision = 'bf17'", "no level 'bf17'"),
+        ("[levels]\nprecision = 'bf17'", "recipe.toml: precision has no level 'bf17'"),
         ("[levels]\nwarp = 'on'", "unknown technique"),
         ("[other]\nx = 1", "no [levels] table"),
         ("not toml at all [", "is not a recipe"),
