@@ -16,7 +16,7 @@ from fettle.cli import main
 from fettle.diagnose import Diagnosis, Finding, diagnose, diagnosis_json
 from fettle.diagnose.collect import _settings, collect
 from fettle.diagnose.collectors.memory import kept_alive, padding, weights
-from fettle.diagnose.collectors.training import device_type
+from fettle.diagnose.collectors.training import as_workload, device_type
 from fettle.diagnose.collectors.variants import variants, without_anomaly_checks
 from fettle.diagnose.evidence import Evidence, Operation
 from fettle.diagnose.finding import Verified
@@ -574,6 +574,11 @@ def test_of_a_batch_without_rows_nothing_is_padding() -> None:
     assert padding(Workload(torch.nn.Identity(), [torch.zeros(0, 8, dtype=torch.long)])).share == 0
 
 
+def test_ragged_tokens_have_no_padding() -> None:
+    ragged = torch.nested.nested_tensor([torch.ones(3).long(), torch.ones(9).long()], layout=torch.jagged)
+    assert padding(Workload(torch.nn.Identity(), [ragged])).share == 0
+
+
 def test_weights_that_are_quantised_count_as_they_are_stored() -> None:
     quantization = pytest.importorskip("torchao.quantization")
     net = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(2)))
@@ -607,6 +612,18 @@ def test_facts_of_a_training_loop_are_those_of_its_model() -> None:
     assert (facts.mode, facts.training, facts.samples) == ("training", True, 5)
     assert (facts.dtype, facts.num_conv, facts.num_4d_inputs) == ("bfloat16", 1, 1)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+def test_the_optimizer_of_a_loop_is_given_what_is_trained() -> None:
+    net, given = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), []
+    net[0].requires_grad_(False)
+
+    def make(parameters: list[torch.nn.Parameter]) -> None:
+        given.extend(parameters)
+
+    with pytest.raises(UsageError, match=r"factory returned None, not a torch\.optim\.Optimizer"):
+        as_workload(TrainingWorkload(net, make, lambda model, x: model(x).sum(), [torch.ones(1, 2)]))
+    assert [id(one) for one in given] == [id(one) for one in net[1].parameters()]
 
 
 def test_a_program_computes_where_its_answer_or_a_module_that_it_holds_lies() -> None:

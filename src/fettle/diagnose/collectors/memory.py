@@ -96,7 +96,7 @@ def padding(workload: Workload) -> Padding:
             positions += mask.numel()
             where = "attention_mask"
             continue
-        tokens = (t for t in matrices.values() if t.dtype in (torch.int32, torch.int64))
+        tokens = (t for t in matrices.values() if t.dtype in (torch.int32, torch.int64) and not t.is_nested)
         ids = next((t for t in tokens if len(t) and t.shape[1] > 4), None)
         if ids is not None:
             last = ids[:, -1:]

@@ -22,7 +22,7 @@ class TrainingSteps:
     def __init__(self, workload: TrainingWorkload) -> None:
         self.model = workload.model.train()
         self._workload = workload
-        self._optimizer = workload.optimizer(list(self.model.parameters()))
+        self._optimizer = workload.make_optimizer(workload.trained)
         self._batches: Iterator[Any] = iter(())
 
     def __call__(self) -> torch.Tensor:
