@@ -202,6 +202,18 @@ def test_outputs_of_any_type_also_twice_and_inputs_among_them():
         torch.testing.assert_close(found, wanted)
 
 
+def test_an_input_that_is_as_long_as_the_batch_by_chance_is_not_cut():
+    class Beside(torch.nn.Module):
+        def forward(self, x, table):
+            return (x @ table.T).softmax(-1) @ table
+
+    model, table = Beside().eval(), torch.randn(4, 8)
+    run, _ = applied("runtime=openvino streams=per-core", [], model)
+    for rows in (6, 4):
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(run(x, table), model(x, table), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("streams", ["one", "per-core"])
 def test_threads_that_call_at_once_get_their_own_answers(streams):
     model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32)).eval()
