@@ -417,6 +417,14 @@ def test_an_object_may_read_what_is_no_tokens() -> None:
     assert runs(work, guessing="prompt")(**work.inputs[0]).shape == (2, 3)
 
 
+def test_an_object_that_cannot_forget_tokens_is_given_no_guesses() -> None:
+    class Remembers:
+        prefill, decode, _after = Echo.prefill, Echo.decode, Echo._after
+
+    work = fettle.GenerationWorkload(Remembers(), [ids(1, 9)], new_tokens=3)
+    assert "has no `crop`" in conflict(Recipe({"guessing": "prompt"}), probe_facts(work))
+
+
 # -- quality ----------------------------------------------------------------------------------------------------
 
 

@@ -95,6 +95,8 @@ class Facts:
     """How its keys and values are kept: ``own`` where the workload's object does that itself, ``static`` where room for
     them can be set aside before, ``whole`` where a later transformers could do that, ``state`` where some layer has
     one in place of them, ``dynamic`` where only the model can make it."""
+    forgets: bool = True
+    """What writes text can forget the last tokens, those that were guessed wrong."""
     sees_part: bool = False
     """What writes text is an encoder with a decoder, or some of its layers see only the last so many tokens."""
     masks_alone: bool = False

@@ -33,6 +33,7 @@ def generation_facts(workload: Workload) -> dict[str, Any]:
         "row_counts": tuple(workload.batches),
         "keeps": keeps,
         "masks_alone": keeps in ("static", "whole") and not workload.is_two_parts and not _is_told(model),
+        "forgets": hasattr(decoder, "crop"),
         "sees_part": workload.is_two_parts or "StaticSlidingWindowLayer" in map(_kind, _layers(model)),
     }
 

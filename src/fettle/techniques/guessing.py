@@ -169,6 +169,8 @@ class Guessing(Technique):
         why_not = facts.no_text
         if facts.keeps == "state":
             why_not = "a state takes one token at a time, so that guesses cannot be checked in one call"
+        elif not facts.forgets:
+            why_not = "the workload's object has no `crop`, by which wrong guesses are forgotten"
         no_draft = why_not or ("" if facts.has_draft else "the workload has no `draft`, a smaller model that guesses")
         return [
             Level("off", "one token a step"),
