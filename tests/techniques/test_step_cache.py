@@ -73,7 +73,8 @@ def test_which_steps_are_whole_and_what_the_others_are_given() -> None:
         return None if deep is None else float(deep)
 
     def picture(times: list[float], calls: int = 1) -> list[list[float | None]]:
-        latents = [torch.rand(1, 4) for _ in times]
+        start = torch.rand(1, 4)
+        latents = [start + 0.01 * torch.rand(1, 4) for _ in times]
         return [[call(time, latent) for _ in range(calls)] for time, latent in zip(times, latents, strict=True)]
 
     # 800 is as 900 was; from then on the line through the last two is followed, whatever their distance
@@ -85,6 +86,19 @@ def test_which_steps_are_whole_and_what_the_others_are_given() -> None:
     assert picture([100, 200, 300]) == [[None], [None], [None]]  # the other way nothing is left out
     assert call(200, torch.rand(1, 4)) == 300
     assert call(100, torch.rand(2, 4)) is None  # another number of rows
+
+
+def test_of_two_pictures_that_are_made_in_turn_none_is_given_what_the_other_found() -> None:
+    def forward(sample: Any, timestep: Any) -> None: ...
+
+    steps = StepCache(SimpleNamespace(forward=forward), 2)
+    pictures = [torch.full((1, 4), 1.0), torch.full((1, 4), -1.0)]
+    for time in (900, 800, 700, 600):
+        for picture in pictures:
+            picture = picture + time / 1e4
+            given = steps.before((picture, torch.tensor(time)), {})
+            assert "deep" not in given
+            steps.after(("answer", picture))
 
 
 def test_a_timestep_for_each_row_is_one_step() -> None:
@@ -125,6 +139,7 @@ def test_where_it_is_offered() -> None:
     assert bundles(judged)[0].levels.items() >= {"step_cache": "2", "streams": "per-core"}.items()
     assert "streams" not in bundles(replace(judged, samples=1))[0].levels
     assert not any("step_cache" in one.levels for one in bundles(replace(judged, by_metric=False)))  # off by too much
+    assert technique.conflict("2", fettle.Recipe.parse("cuda_graphs=on"), facts) == ""
     recipe = fettle.Recipe.parse("step_cache=2 runtime=openvino-int8-part")
     assert "another" in conflict(recipe, replace(facts, calibration_batches=2, packages={"openvino": "", "nncf": ""}))
 

@@ -89,7 +89,8 @@ class Steps:
     """Which steps compute everything, and what was found in them.
 
     A step is one timestep; the halves of a guidance may be calls of their own in it. A call of the pipeline, a timestep
-    that is no smaller than the last one, or another sample at the same one begins a new picture.
+    that is no smaller than the last one, or another sample at the same one begins a new picture. Where pictures are
+    made in turn, a step of each at a time, everything is computed.
     """
 
     from threading import local
@@ -107,6 +108,7 @@ class Steps:
         self.step, self.place = -1, 0
         self.time = float("inf")
         self.sample: Any = None
+        self.others: list[Any] = []  # samples of other pictures at the last timestep
         self.found: dict[int, Any] = {}
 
     def expected(self, sample: Any, timestep: Any) -> Any:
@@ -121,9 +123,13 @@ class Steps:
         if same and time == self.time and torch.equal(sample, self.sample):
             self.place += 1
         else:
-            if not same or time >= self.time:
+            others = [*self.others, self.sample] if same and time == self.time else []
+            # A step changes a sample little: it goes on with the nearest one, which may be another than the last.
+            near = same and all((sample - one).norm() > (sample - self.sample).norm() / 2 for one in self.others)
+            if not near or time >= self.time:
                 self.begin()
-            self.step, self.place, self.time, self.sample = self.step + 1, 0, time, sample
+            self.step, self.place, self.time = self.step + 1, 0, time
+            self.sample, self.others = sample, others
         if self.step % self.every == 0 or self.place not in self.found:
             return None
         (then, last), *earlier = self.found[self.place]
@@ -215,8 +221,6 @@ class CachedSteps(Technique):
             return "layers are chosen for one graph, and steps in between are another"
         if levels.get("skip_steps", "off") != "off":
             return "skip_steps leaves out the same steps"
-        if levels.get("cuda_graphs", "off") != "off":
-            return "a CUDA graph writes what was found over what is still to be used"
         return ""
 
     def bundles(self, facts: Facts) -> list[Bundle]:
