@@ -162,6 +162,8 @@ def test_an_exported_program_has_one_mode_and_torchscript_is_not_compiled():
     scripted = probe_facts(Workload(torch.jit.script(model), [batch]))
     assert "TorchScript" in conflict(Recipe({"compile": "default"}), scripted)
     assert "TorchScript" in conflict(Recipe({"runtime": "aoti"}), scripted)
+    within = [level for name in ("shapes", "region", "quantize") for level in find(name).levels(scripted)[1:]]
+    assert all("TorchScript" in level.why_not for level in within)
 
 
 def test_what_an_exported_program_calls_is_seen():

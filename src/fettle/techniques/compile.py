@@ -43,7 +43,7 @@ class During:
         setattr(self.config, self.name, self.before)
 
 
-_SCRIPTED = "the model is TorchScript, which torch.compile does not take"
+SCRIPTED = "the model is TorchScript, which torch.compile does not take"
 FROZEN = {"compile": "default", "freeze": "on"}
 # No option of the compile call: tracing asks for it too, and with the option alone the weights stay inputs of the graph
 # (torch 2.13, torch._dynamo.utils.is_parameter_freezing). Nor for good: other models of the process would be frozen,
@@ -68,7 +68,7 @@ class Compile(Technique):
     )
 
     def levels(self, facts: Facts) -> list[Level]:
-        cannot = _SCRIPTED if facts.is_scripted else ""
+        cannot = SCRIPTED if facts.is_scripted else ""
         no_graphs = "" if facts.device == "cuda" else "it means CUDA graphs, and the work is not on a CUDA device"
         return [
             Level("off", "eager, as given"),
@@ -146,7 +146,7 @@ class Freeze(Technique):
     cost = 2
 
     def levels(self, facts: Facts) -> list[Level]:
-        why_not = _SCRIPTED if facts.is_scripted else "" if facts.is_module else "the model is a plain callable"
+        why_not = SCRIPTED if facts.is_scripted else "" if facts.is_module else "the model is a plain callable"
         return [Level("off", "as given"), Level("on", "weights become constants of the compiled graph", why_not)]
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
@@ -181,6 +181,7 @@ class Shapes(_Within):
 
     def levels(self, facts: Facts) -> list[Level]:
         one = "the batches all have one shape" if facts.num_input_shapes == 1 and not facts.custom_call else ""
+        one = SCRIPTED if facts.is_scripted else one
         return [
             Level("auto", "static first, dynamic once a second shape comes"),
             Level("static", "one compiled graph for each shape", one),
@@ -199,7 +200,7 @@ class Region(_Within):
     default = "whole"
 
     def levels(self, facts: Facts) -> list[Level]:
-        why_not = "" if facts.block_classes else "the model has no repeated block"
+        why_not = SCRIPTED if facts.is_scripted else "" if facts.block_classes else "the model has no repeated block"
         return [
             Level("whole", "the whole model"),
             Level("blocks", "each repeated block by itself: compiles sooner, survives graph breaks outside", why_not),

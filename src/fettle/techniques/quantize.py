@@ -9,7 +9,7 @@ from fettle.techniques._base import Bundle, Code, Facts, Level, Recipe, Techniqu
 from fettle.techniques._exported import flatten
 from fettle.techniques._linear import is_conv1d, linear_of_conv1d
 from fettle.techniques._state_kept import STATE_KEPT, state_kept
-from fettle.techniques.compile import FROZEN
+from fettle.techniques.compile import FROZEN, SCRIPTED
 from fettle.techniques.precision import DTYPES, cast
 from fettle.techniques.runtime import AS_GIVEN
 from fettle.workload import map_tensors, spread
@@ -213,6 +213,7 @@ class Quantize(Technique):
 
     def levels(self, facts: Facts) -> list[Level]:
         cannot = "" if facts.is_module else "the model is a plain callable"
+        cannot = cannot or SCRIPTED * facts.is_scripted
         cannot = cannot or ("" if "torchao" in facts.packages else "torchao is not installed: it is in the extra quant")
         cannot = cannot or "torchao takes no weights in float64" * (facts.dtype == "float64")
         linear = "" if facts.num_linear else "the model has no linear layer"

@@ -31,7 +31,8 @@ class Threads(Technique):
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         runtime = recipe.levels.get("runtime", "torch")
-        return "" if runtime in ("torch", "aoti") else f"runtime={runtime} has a thread pool of its own"
+        is_torchs = runtime in ("torch", "aoti")
+        return "" if is_torchs else f"runtime={runtime} has as many threads as torch begins with: set OMP_NUM_THREADS"
 
     def bundles(self, facts: Facts) -> list[Bundle]:
         # Several threads of a compiled `index_add` add atomically, number by number.
