@@ -17,6 +17,8 @@ from fettle.trace.analyses.communication import bus_factor
 from fettle.trace.analyses.idle import missing_information
 from fettle.trace.analyses.launches import launch_rows
 from fettle.trace.analyses.operators import counter_sums
+from fettle.trace.analyses.replay import replay_of
+from fettle.trace.analyses.stops import host_stops
 from fettle.trace.analyses.waits import device_waits
 from fettle.trace.kinds import is_collective_name, short_kernel_name
 from tests.trace.build import Build, training
@@ -858,3 +860,19 @@ def test_a_loader_on_a_thread_of_its_own_holds_no_step_up(tmp_path: Path) -> Non
         build.add("user_annotation", "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 100 * i, 90, tid=2)
         build.add("user_annotation", "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", 100 * i, 10)
     assert T.loader_waits(build.load(tmp_path))["wait_ns"].to_list() == [10_000, 10_000]
+
+
+@pytest.mark.parametrize(
+    ("call", "sync", "stream"),
+    [("cudaStreamSynchronize", "Stream Sync", 7), ("cudaDeviceSynchronize", "Context Sync", 4294967295)],
+)
+def test_a_call_that_waits_for_one_device_waits_for_no_other(tmp_path: Path, call: str, sync: str, stream: int) -> None:
+    """Both devices have a stream 7; what the other one does ends while the call waits as well, and later."""
+    build = Build().kernel("mine", 10, 30, call=0).kernel("other", 10, 38, call=3, device=1)
+    build.call(call, 6, 45, correlation=900)
+    more = {"device": 0, "stream": stream, "cuda_sync_kind": sync, "correlation": 900}
+    trace = build.add("cuda_sync", sync, 6, 45, pid=0, tid=stream, **more).load(tmp_path)
+    stops = host_stops(trace)
+    assert trace.name_of(trace.device_rows[stops.work]) == ["mine"]
+    assert stops.when.tolist() == [40_000]
+    assert set(trace.name_of(trace.device_rows[replay_of(trace).last_work[0]])) == {"mine"}

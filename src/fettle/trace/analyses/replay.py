@@ -84,6 +84,7 @@ class Replay:
         self.queues = queues(trace) + (shallow_queues(trace) if doubtful else [])
         rows = trace.device_rows
         self.start, self.end = trace.ts[rows], trace.end[rows]
+        self.device = trace.column("device")[rows]
         self.calls, self.call_of, self.mark = self._calls()
         self._gaps()
         self._rests()
@@ -199,7 +200,7 @@ class Replay:
         self.low_return = float(np.percentile(usual, 25)) if len(usual) else 0.0
         self.last_work = [[int(work)] for work in stops.work]
         for k in np.flatnonzero(stops.whole & (stops.work >= 0)).tolist():
-            self.last_work[k] += self._ended(int(stops.end[k]))
+            self.last_work[k] += self._ended(int(stops.end[k]), int(self.device[stops.work[k]]))
         self.usual_call = {False: 5_000.0, True: 5_000.0}  # by whether it launches a graph
         durations = (calls.end - calls.start).astype(float)
         for graph in self.usual_call:
@@ -213,10 +214,10 @@ class Replay:
         lanes = in_groups(self.trace.lane(self.trace.device_rows))
         return [(lane, np.maximum.accumulate(self.end[lane])) for _, lane in lanes]
 
-    def _ended(self, time: int) -> list[int]:
-        """The last work of each stream that was over by then."""
+    def _ended(self, time: int, device: int) -> list[int]:
+        """The last work of each stream of a device that was over by then."""
         ended = [(lane, int(np.searchsorted(ends, time, side="right")) - 1) for lane, ends in self._lanes]
-        return [int(lane[at]) for lane, at in ended if at >= 0]
+        return [int(lane[at]) for lane, at in ended if at >= 0 and self.device[lane[0]] == device]
 
     def _order(self) -> list[tuple[int, int]]:
         """What happens, in its order: the sort of event, and which call or piece of work. When work begins is known as

@@ -129,8 +129,8 @@ def _blocking(trace: Trace, copies: list[tuple[int, ...]]) -> list[tuple[int, ..
     by = np.where(launch >= 0, trace.column("thread")[np.maximum(launch, 0)], -1)
     by_call = np.argsort(called, kind="stable")
     whole = trace.named(_WHOLE_DEVICE.search)
-    streams, thread = _recorded_streams(trace), trace.column("thread")
-    stream, correlation = trace.column("stream")[device_rows], trace.column("correlation")
+    places, correlation, thread = _recorded_places(trace), trace.column("correlation"), trace.column("thread")
+    device, stream = trace.column("device")[device_rows].tolist(), trace.column("stream")[device_rows].tolist()
     last_launched = np.searchsorted(called[by_call], trace.ts[calls], side="left") - 1
     last_ended = np.searchsorted(end[by_end], trace.end[calls] + CLOCKS_NS, side="right") - 1
     known = np.flatnonzero(launch >= 0)
@@ -138,18 +138,22 @@ def _blocking(trace: Trace, copies: list[tuple[int, ...]]) -> list[tuple[int, ..
     over = end[own]
     soon = (own >= 0) & (over > trace.ts[calls]) & (over <= trace.end[calls]) & (trace.end[calls] - over <= CLOCKS_NS)
     own = np.where(soon & trace.named(lambda name: "StreamSynchronize" in name, calls), own, -1)
+
+    def lies_on(work: int, on_device: int, on_stream: int) -> bool:
+        return on_device in (-1, device[work]) and on_stream in (-1, stream[work])
+
     stops: list[tuple[int, ...]] = []
     each = (calls.tolist(), last_launched.tolist(), last_ended.tolist(), own.tolist())
     for call, at, ended, latest in zip(*each, strict=True):
         if call in copied:
             continue
         start, stop = int(trace.ts[call]), int(trace.end[call])
-        on_stream = streams.get(int(correlation[call]), -1)
+        on_device, on_stream = places.get(int(correlation[call]), (-1, -1))
         place = (int(thread[call]), start, stop, call)
         mine, any_one = latest if on_stream < 0 else -1, -1
         while ended >= 0 and end[by_end[ended]] > start and mine < 0:
             work = int(by_end[ended])
-            if called[work] <= start and on_stream in (-1, int(stream[work])):
+            if called[work] <= start and lies_on(work, on_device, on_stream):
                 any_one = work if any_one < 0 else any_one
                 if on_stream >= 0 or whole[call] or by[work] == thread[call]:
                     mine = work
@@ -159,20 +163,24 @@ def _blocking(trace: Trace, copies: list[tuple[int, ...]]) -> list[tuple[int, ..
             when = min(int(end[work]), stop)
             stops.append((*place, work, Why.SYNC, 0, -1, when, 1, int(whole[call])))
         else:
-            while at >= 0 and on_stream not in (-1, int(stream[by_call[at]])):
+            while at >= 0 and not lies_on(int(by_call[at]), on_device, on_stream):
                 at -= 1
             if at >= 0 and end[by_call[at]] <= stop:
                 stops.append((*place, int(by_call[at]), Why.SYNC, 0, -1, start, 0, int(whole[call])))
     return stops
 
 
-def _recorded_streams(trace: Trace) -> dict[int, int]:
-    """The stream that each synchronising call waits for, by correlation number, where sync events say so."""
+def _recorded_places(trace: Trace) -> dict[int, tuple[int, int]]:
+    """The device and the stream (-1: all of them) that each synchronising call waits for, by correlation number, where
+    sync events say so."""
     table = trace.side["syncs"]
     if not table.height:
         return {}
-    rows = table.filter(table["sync"].str.contains("Stream Sync"))["row"].to_numpy()
-    return dict(zip(trace.column("correlation")[rows].tolist(), trace.column("stream")[rows].tolist(), strict=True))
+    table = table.filter(table["sync"].str.contains("(Stream|Context) Sync"))
+    rows, of_stream = table["row"].to_numpy(), table["sync"].str.contains("Stream Sync").to_numpy()
+    stream = np.where(of_stream, trace.column("stream")[rows], -1).tolist()
+    places = zip(trace.column("device")[rows].tolist(), stream, strict=True)
+    return dict(zip(trace.column("correlation")[rows].tolist(), places, strict=True))
 
 
 def _hand_overs(trace: Trace) -> list[tuple[int, ...]]:
