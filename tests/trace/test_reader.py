@@ -172,6 +172,12 @@ def test_damage_is_mended_or_counted(tmp_path: Path) -> None:
     assert trace.column("correlation")[names.index("text correlation")] == 12
 
 
+def test_work_on_a_device_that_nobody_names_is_on_the_first(tmp_path: Path) -> None:
+    """Not on -1, which stands for the host."""
+    build = Build().op("aten::mm", 0, 40).add("kernel", "gemm", 10, 20, pid="GPU", tid=7)
+    assert build.load(tmp_path).device_keys == [0]
+
+
 def test_a_kernel_from_another_age_is_dropped(tmp_path: Path) -> None:
     trace = training(3).kernel("overflown", 1e13, 5).load(tmp_path)
     assert "overflown" not in trace.name_of(trace.device_rows)

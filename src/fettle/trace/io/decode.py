@@ -179,13 +179,14 @@ class Columns:
     def _places(
         self, events: list[Any], args: list[Any], kind: npt.NDArray[np.uint8]
     ) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
-        """Device and stream of each event; -1 for none."""
+        """Device and stream of each event; -1 for none, and 0 for the device of work of which none is known."""
         device, stream = np.full(len(events), -1, np.int16), np.full(len(events), -1, np.int64)
         is_work = _IS_DEVICE[kind]
         rows = np.flatnonzero(is_work).tolist()
         devices = [events[i].pid if args[i].device is None else args[i].device for i in rows]
         streams = [events[i].tid if args[i].stream is None else args[i].stream for i in rows]
         device[rows], stream[rows] = _each(small_number, devices), _each(stream_number, streams)
+        device[rows] = np.maximum(device[rows], 0)  # work is on a device, though nobody says which: -1 is the host
         # What else carries a stream: sync events, and the host-side operators of generated kernels.
         for i in [i for i, a in enumerate(args) if a.stream is not None and not is_work[i]]:
             device[i] = small_number(args[i].device if kind[i] == Kind.SYNC else None)

@@ -22,7 +22,7 @@ from fettle.files import cache_folder
 from fettle.kept_files import let_go, whole_folder
 from fettle.trace.model import EVENT_COLUMNS, SIDE_TABLES, ReadFacts, Trace
 
-FORMAT = 7
+FORMAT = 8
 MOST_BYTES = 16 << 30
 """More is not kept: what was read longest ago goes first."""
 _AS_JSON = ("rank", "names", "threads", "shapes", "metadata", "thread_names")
