@@ -220,6 +220,16 @@ def test_several_processes_read_what_one_reads(tmp_path: Path, monkeypatch: pyte
     assert two.facts == one.facts
 
 
+def test_of_a_file_that_grows_meanwhile_is_read_what_was_there(tmp_path: Path) -> None:
+    path = training(300).write(tmp_path / "t.json")
+    size = path.stat().st_size * 2 // 3  # of a file that ended there, within an event
+    (tmp_path / "cut.json").write_bytes(path.read_bytes()[:size])
+    wanted = load(tmp_path / "cut.json", use_sidecar=False, processes=1)
+    columns, metadata = parallel.read_in_parallel(path, size, 2, 10**9, 20_000)
+    assert assemble(path, columns, metadata).facts == wanted.facts
+    assert wanted.facts.truncated
+
+
 def test_what_a_helper_leaves_is_what_it_would_have_decoded_here(tmp_path: Path) -> None:
     path = training(50).write(tmp_path / "t.json")
     pattern = stream.boundary_of(b"ph").pattern.hex()
