@@ -61,3 +61,13 @@ def test_a_bad_option_is_one_line(line, says, capsys):
 def test_what_a_snippet_raises_comes_through(snippet, raises):
     with pytest.raises(raises):
         shell()[0]("", f"{snippet}\n---\n2")
+
+
+def test_what_a_snippet_left_to_several_gpus_is_waited_for(monkeypatch):
+    waited = []
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    monkeypatch.setattr("torch.accelerator.synchronize", waited.append)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda gpu: 1)
+    compare({"a": "1", "b": "1"}, {}, seconds=0.0)
+    assert set(waited) == {0, 1}

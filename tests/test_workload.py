@@ -660,6 +660,17 @@ def test_any_device_but_the_cpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -
     assert waited == [None, 1]
 
 
+def test_of_several_gpus_those_that_hold_something_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[int | None] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda gpu: 0 if gpu == 1 else 1 << 20)
+    for device in ("cuda", "cuda:1", None):
+        wait_for(device)
+    assert waited == [0, 2, 1, 0, 2]
+
+
 def test_a_line_of_an_error_has_no_colours() -> None:
     assert first_line(ValueError("\x1b[96mred\x1b[0m\nmore")) == "ValueError: red"
     openvino = "Check 'false' failed at src/report.cpp:151:\nFrontEnd API failed:\n-- No conversion rule for x\n"

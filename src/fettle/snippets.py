@@ -27,6 +27,7 @@ from fettle.measure import Interval, log_interval, ratio_interval, verdict
 from fettle.measure._statistics import LOOKS
 from fettle.measure._watch import Surroundings
 from fettle.units import count_text, seconds_text
+from fettle.workload import wait_for
 
 SLICE_S = 0.05
 """A snippet runs again and again for so long; one that takes longer is a slice of its own."""
@@ -132,13 +133,11 @@ def _ratios(first: Sequence[float], other: Sequence[float]) -> list[float]:
 
 
 def _slice(timer: timeit.Timer, runs: int) -> float:
-    """Seconds of one run; work on a CUDA device is waited for."""
-    torch = sys.modules.get("torch")
-    wait = torch.cuda.synchronize if torch is not None and torch.cuda.is_initialized() else lambda: None
-    wait()
+    """Seconds of one run; work on an accelerator is waited for."""
+    wait_for()
     began = time.perf_counter()
     timer.timeit(runs)
-    wait()
+    wait_for()
     return (time.perf_counter() - began) / runs
 
 

@@ -149,3 +149,16 @@ def test_the_clock_of_parts_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> Non
     costs, _ = timed_parts(model, ["part"], lambda: model["part"](torch.ones(3, 2)))
     assert costs["part"].calls == 1
     assert waited == [torch.device("cuda:1")] * 4  # before and after the part, and the whole
+
+
+def test_the_clock_of_parts_waits_for_all_gpus_that_they_lie_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnFirst(torch.Tensor):
+        device = torch.device("cuda:0")
+
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    model = torch.nn.ModuleDict({"one": torch.nn.Linear(2, 2), "two": torch.nn.Linear(2, 2)})
+    model["one"].weight = torch.nn.Parameter(torch.ones(2, 2).as_subclass(OnFirst))
+    model["two"].weight = torch.nn.Parameter(on_gpu(2, 2))
+    timed_parts(model, ["one"], lambda: None)
+    assert sorted(map(str, waited)) == ["cuda:0"] * 2 + ["cuda:1"] * 2

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from fettle.recipe import Recipe
 from fettle.techniques import CATALOGUE, Facts, bundles, conflict, find, load, source
@@ -416,6 +417,20 @@ def test_each_moment_of_a_step_belongs_to_one_part():
     parts = step_parts(ranges, (operators, sent))
     assert parts == {"data": 10, "forward": 13, "backward": 15, "optimizer": 10, "communication": 10, "idle": 12}
     assert sum(parts.values()) == 70
+
+
+def test_phases_end_when_all_gpus_of_the_model_are_through(monkeypatch):
+    waited = []
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    monkeypatch.setattr("torch.accelerator.synchronize", waited.append)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda gpu: 1)
+    with FakeTensorMode():
+        model = torch.nn.ParameterList([torch.empty(2), torch.empty(2, device="cuda:1")])
+    steps = Steps(lambda *_: iter(()), SimpleNamespace(model=model, data=()))
+    steps._watching = True
+    steps._enter("data")
+    assert waited == [0, 1]
 
 
 def test_what_waits_for_other_ranks_inside_an_operator_is_communication():

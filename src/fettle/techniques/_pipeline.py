@@ -132,11 +132,11 @@ def timed_parts(
     """The cost of each part while `run()` runs the pipeline, and the seconds of the whole."""
     costs = {name: Cost() for name in names}
     began: dict[str, float] = {}
-    devices = [parameter.device for parameter in model.parameters() if parameter.device.type not in ("cpu", "meta")]
+    devices = {one.device for one in model.parameters() if one.device.type not in ("cpu", "meta")}
 
     def now() -> float:
-        if devices:
-            torch.accelerator.synchronize(devices[0])
+        for device in devices:
+            torch.accelerator.synchronize(device)
         return time.perf_counter()
 
     def before(name: str, *_: Any) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from fettle.train.losses import Curve
 from fettle.train.workload import TrainingWorkload
-from fettle.workload import wait_for
+from fettle.workload import device_of, wait_for
 
 PARTS = ("data", "forward", "backward", "optimizer", "communication", "idle")
 Interval = tuple[int, int]
@@ -107,7 +107,7 @@ class Steps:
         self._norms: list[float] | None = None
         self._phase: tuple[str, int] | None = None
         self._watching = False
-        self._device = next(workload.model.parameters()).device
+        self._device = device_of(workload.model, None)
         self._run = train(workload.model, self._make_optimizer, self._loss, workload.data if data is None else data)
 
     def step(self) -> torch.Tensor:
@@ -138,7 +138,7 @@ class Steps:
         from torch.profiler import ProfilerActivity, profile
 
         activities = [ProfilerActivity.CPU]
-        if self._device.type == "cuda":
+        if self._device == "cuda":
             activities.append(ProfilerActivity.CUDA)
         self._ranges = []
         with profile(activities=activities) as running:

@@ -115,13 +115,19 @@ def device_of(model: Any, batch: Any) -> str:
     return next((kind for kind in kinds if kind not in ("cpu", "meta")), next(iter(kinds), "cpu"))
 
 
-def wait_for(device: str | torch.device) -> None:
-    """Wait until a device has done all that it was given; a CPU has done it already."""
+def wait_for(device: str | torch.device | None = None) -> None:
+    """Wait until a device, or whatever accelerator there is, has done all that it was given. Of GPUs without a number
+    all that hold something of this process are waited for: any other would be given memory to be asked. A CPU has done
+    it already."""
     import torch
 
-    place = torch.device(device)
-    if place.type != "cpu" and torch.accelerator.is_available():
-        torch.accelerator.synchronize(place.index)
+    place = torch.device(device or "cuda")
+    if place.type == "cpu" or not torch.accelerator.is_available():
+        return
+    every = range(torch.cuda.device_count() if place == torch.device("cuda") else 0)
+    holding = [gpu for gpu in every if len(every) > 1 and torch.cuda.memory_reserved(gpu)]
+    for gpu in holding or [place.index]:
+        torch.accelerator.synchronize(gpu)
 
 
 def fresh(batch: Any) -> Any:
