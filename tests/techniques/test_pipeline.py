@@ -31,6 +31,8 @@ from fettle.techniques import (
     source,
 )
 from fettle.techniques._pipeline import Part, calls_of_parts
+from fettle.techniques.ragged import ByLength
+from fettle.techniques.tiles import InTiles
 from fettle.tuning.space import space_for
 from fettle.workload import Workload, fingerprint, spread
 
@@ -312,6 +314,35 @@ def test_what_stands_in_a_parts_place_stands_for_it():
     place.eval().compile()
     assert net._compiled_call_impl is None
     assert Part(nn.Linear(2, 2), print)  # which has no length
+
+
+class Named(nn.Module):
+    """Has attributes that are named as those of what stands in its place could be."""
+
+    def __init__(self):
+        super().__init__()
+        self.module, self.mask, self.count, self.groups = nn.Linear(8, 8), "mask", 3, 2
+
+    def run(self, x):
+        return self.module(x) + 1
+
+    def forward(self, x):
+        return self.module(x)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda net: Part(net, net), lambda net: InTiles(net, 2), lambda net: ByLength(net, "x", {})],
+    ids=["part", "tiles", "lengths"],
+)
+def test_what_stands_in_a_parts_place_hides_none_of_its_attributes(wrap):
+    net, x = Named(), torch.rand(2, 8)
+    place = wrap(net)
+    assert place.module is net.module
+    assert (place.mask, place.count, place.groups) == ("mask", 3, 2)
+    assert torch.equal(place.run(x), net.run(x))
+    place.run, place.count = print, 4
+    assert (net.run, net.count) == (print, 4)
 
 
 def test_looking_at_what_parts_are_called_with_changes_nothing_that_a_pipeline_remembers():

@@ -240,21 +240,21 @@ class Packed(Part):
 
     def __init__(self, model: Any, mask: Any) -> None:
         super().__init__(model, model)
-        vars(self).update(mask=mask)
+        vars(self).update(_mask=mask)
         if not pack_blocks(model):
             raise RuntimeError("ragged=packed found no blocks")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         from contextlib import suppress
 
-        mask, lengths = filled(self.mask, args, kwargs)
+        mask, lengths = filled(self._mask, args, kwargs)
         # With as many rows as places, a mask [rows, places] looks like one of pairs; where all rows together are as
         # long as a padded row, packed rows look like that one.
         if len(lengths) < 2 or mask.shape[1] in (len(lengths), min(lengths), sum(lengths)):
-            return self.run(*args, **kwargs)
+            return self._part_run(*args, **kwargs)
         with suppress(Unclear), PackedRows(lengths, mask.shape[1], mask.device):
-            return self.run(*args, **kwargs)
-        return self.run(*args, **kwargs)
+            return self._part_run(*args, **kwargs)
+        return self._part_run(*args, **kwargs)
 
 
 PACKED = (filled, packing, pack_block, unpack_block, pack_blocks, Unclear, PackedRows, Part, Packed)

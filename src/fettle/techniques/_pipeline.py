@@ -25,40 +25,41 @@ class Part(torch.nn.Module):
 
     def __init__(self, module: torch.nn.Module, run: Any, dtype: Any = None) -> None:
         super().__init__()
-        self._modules["module"] = module
-        vars(self).update(run=run, training=module.training)  # `run` is no child: it may be the module itself
+        # Its own names are such as no module has; what runs is no child: it may be the module itself.
+        self._modules["_part_given"] = module
+        vars(self).update(_part_run=run, training=module.training)
         if dtype is not None:
             vars(self)["dtype"] = dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(*args, **kwargs)
+        return self._part_run(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("module"), name)
+            return getattr(super().__getattr__("_part_given"), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in vars(self) or hasattr(torch.nn.Module, name):
             super().__setattr__(name, value)
         else:
-            setattr(self.module, name, value)
+            setattr(self._part_given, name, value)
 
     def __delattr__(self, name: str) -> None:
-        delattr(self.module, name)
+        delattr(self._part_given, name)
 
     def __bool__(self) -> bool:
-        return bool(self.module)
+        return bool(self._part_given)
 
     def __len__(self) -> int:
-        return len(self.module)
+        return len(self._part_given)
 
     def __getitem__(self, key: Any) -> Any:
-        return self.module[key]
+        return self._part_given[key]
 
     def __iter__(self) -> Any:
-        return iter(self.module)
+        return iter(self._part_given)
 
 
 def put_part(model: torch.nn.Module, name: str, optimize: Any, batches: Any) -> None:

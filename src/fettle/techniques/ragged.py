@@ -57,21 +57,21 @@ class ByLength(Part):
 
     def __init__(self, model: Any, mask: Any, at: Any, apart: bool = True, whole: Any = ()) -> None:
         super().__init__(model, model)
-        vars(self).update(mask=mask, at=at, apart=apart, whole=whole, shapes={})
+        vars(self).update(_mask=mask, _at=at, _apart=apart, _whole=whole, _shapes={})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         from torch.utils import _pytree as pytree
 
-        mask, lengths = filled(self.mask, args, kwargs)
-        groups = self.groups(lengths)
-        known = self.at.keys() <= {*range(len(args)), *kwargs}  # else it is called in another form than the sample was
+        mask, lengths = filled(self._mask, args, kwargs)
+        groups = self._groups(lengths)
+        known = self._at.keys() <= {*range(len(args)), *kwargs}  # else it is called in another form than the sample was
         if not (lengths and known) or (len(groups) == 1 and max(lengths) == mask.shape[1]):
-            return self.run(*args, **kwargs)
+            return self._part_run(*args, **kwargs)
         rows, places = mask.shape
 
         def run(index: Any, longest: int) -> Any:
-            some, named = cut_to(args, kwargs, mask, self.at, self.whole, index, longest)
-            outputs, form = flatten(self.run(*some, **named))
+            some, named = cut_to(args, kwargs, mask, self._at, self._whole, index, longest)
+            outputs, form = flatten(self._part_run(*some, **named))
             return outputs, form, [leaf for leaf in outputs if isinstance(leaf, torch.Tensor)]
 
         whole: list[Any] = []
@@ -85,10 +85,10 @@ class ByLength(Part):
                 if longest < places and any(shapes):
                     given = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
                     key = tuple(leaf.shape[1:] for leaf in given)
-                    if key not in self.shapes:  # an answer may have a place for every few of the input
+                    if key not in self._shapes:  # an answer may have a place for every few of the input
                         with torch.no_grad():
-                            self.shapes[key] = [part.shape for part in run(index[:1], places)[2]]
-                    shapes = self.shapes[key]
+                            self._shapes[key] = [part.shape for part in run(index[:1], places)[2]]
+                    shapes = self._shapes[key]
                 sizes = [[rows, *shape[1:]] if shape else [] for shape in shapes]
                 whole = [part.new_zeros(size) for part, size in zip(tensors, sizes, strict=True)]
             for part, into in zip(tensors, whole, strict=True):
@@ -99,13 +99,13 @@ class ByLength(Part):
             [next(results) if isinstance(leaf, torch.Tensor) else leaf for leaf in outputs], form
         )
 
-    def groups(self, lengths: list[int]) -> list[list[int]]:
+    def _groups(self, lengths: list[int]) -> list[list[int]]:
         """Rows by length, the longest first: a group ends before a row that would be an eighth padding in it, once it
         has enough places to keep the machine busy."""
         found: list[list[int]] = []
         for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
             longest = lengths[found[-1][0]] if found else 0
-            if found and (not self.apart or 8 * lengths[row] > 7 * longest or len(found[-1]) * longest < 256):
+            if found and (not self._apart or 8 * lengths[row] > 7 * longest or len(found[-1]) * longest < 256):
                 found[-1].append(row)
             else:
                 found.append([row])

@@ -23,18 +23,18 @@ class InTiles(Part):
 
     def __init__(self, model: Any, count: int) -> None:
         super().__init__(model, model)
-        vars(self).update(count=count)
+        vars(self).update(_count=count)
 
     def forward(self, sample: Any, *args: Any, **kwargs: Any) -> Any:
-        (height, tops), (width, lefts) = map(self.places, sample.shape[-2:])
+        (height, tops), (width, lefts) = map(self._places, sample.shape[-2:])
         whole: Any = None
         total: Any = None
         for top in tops:
             for left in lefts:
                 tile = sample[..., top : top + height, left : left + width]
-                part = self.run(tile, *args, **kwargs)
+                part = self._part_run(tile, *args, **kwargs)
                 rise = part.shape[-1] // width
-                weight = self.slope(part, -2)[:, None] * self.slope(part, -1)
+                weight = self._slope(part, -2)[:, None] * self._slope(part, -1)
                 if whole is None:
                     whole = part.new_zeros(*part.shape[:-2], *(rise * size for size in sample.shape[-2:]))
                     total = whole.new_zeros(whole.shape[-2:])
@@ -43,12 +43,12 @@ class InTiles(Part):
                 total[tuple(at)] += weight
         return whole / total
 
-    def places(self, length: int) -> tuple[int, list[int]]:
+    def _places(self, length: int) -> tuple[int, list[int]]:
         """How long a tile is, and where each begins."""
-        size = -(-4 * length // (3 * self.count + 1))
-        return size, [(length - size) * number // (self.count - 1) for number in range(self.count)]
+        size = -(-4 * length // (3 * self._count + 1))
+        return size, [(length - size) * number // (self._count - 1) for number in range(self._count)]
 
-    def slope(self, part: Any, axis: int) -> Any:
+    def _slope(self, part: Any, axis: int) -> Any:
         """How much each place along an axis counts: less towards both edges."""
         length = part.shape[axis]
         place = torch.arange(length, device=part.device)
