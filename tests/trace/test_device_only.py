@@ -19,7 +19,7 @@ def test_the_profiler_is_asked_for_no_operators(tmp_path: Path, monkeypatch: pyt
         return real(activities=[ProfilerActivity.CPU], **more)
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.profiler, "supported_activities", lambda: {ProfilerActivity.CPU, ProfilerActivity.CUDA})
     monkeypatch.setattr(torch.profiler, "profile", watched)
     for device_only in (False, True):

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -483,6 +484,20 @@ def test_record_then_read(tmp_path: Path, run_fettle: Run) -> None:
         T.record(tmp_path / "never.json", wait=3, active=5) as profiler,
     ):
         profiler.step()
+
+
+def test_a_block_that_ends_before_its_steps_is_kept_with_a_warning(tmp_path: Path) -> None:
+    def record(name: str, active: int) -> None:
+        with T.record(tmp_path / name, active=active) as profiler:
+            for _ in range(2):  # the first is thrown away; the end of the block is that of the last
+                profiler.step()
+
+    with pytest.warns(UserWarning, match=r"early\.json: 1 of 3 steps were run"):
+        record("early.json", 3)
+    assert T.load(tmp_path / "early.json", use_sidecar=False).events.height
+    with warnings.catch_warnings(record=True) as said:
+        record("all.json", 2)
+    assert not [one for one in said if "steps were run" in str(one.message)]
 
 
 def test_import_is_light() -> None:

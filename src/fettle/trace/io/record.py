@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,7 +32,8 @@ def record(
 
     With `active` steps, call `.step()` on the profiler after each step: `wait` steps are skipped, `warmup` steps are
     run with the profiler on and thrown away (its first step is slow), and then `active` steps are kept. Without, all
-    of the block is kept. A block that raises writes nothing.
+    of the block is kept. A block that ends in between leaves what there is, with a warning; one that raises before it
+    writes nothing.
 
     Stacks explain idle time down to source lines and make the trace several times larger and the program slower; memory
     adds every allocation. Both are off. With `device_only` kernels, copies and the calls that launch them are recorded
@@ -43,6 +45,8 @@ def record(
     check_writable(path)
     import torch
     from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
+
+    from fettle.workload import wait_for
 
     device = torch.accelerator.is_available()  # of whatever make: a build supports the activities of its own
     supported = supported_activities()  # type: ignore[no-untyped-call]
@@ -76,7 +80,10 @@ def record(
         except BaseException:
             failed = True
             raise
-        if device:
-            torch.accelerator.synchronize()
+        wait_for()
     if not written:
         raise RuntimeError(f"no trace was written: fewer than {wait + warmup + active} steps were run")
+    kept = profiler.step_num - wait - warmup
+    if active and kept < active - 1:  # the last may do without its call
+        said = f"{path}: {kept} of {active} steps were run; what came after them is in the trace as one more"
+        warnings.warn(said, stacklevel=3)
