@@ -222,6 +222,18 @@ def test_bandwidth_is_a_line_for_each_device(tmp_path: Path, run_fettle: Run) ->
     assert lines == {"Memcpy HtoD, device 0", "Memcpy HtoD, device 1"}
 
 
+@pytest.mark.parametrize("question", ["queue", "bandwidth", "tree", "critical"])
+def test_a_picture_of_ranks_shows_each_of_them(tmp_path: Path, run_fettle: Run, question: str) -> None:
+    (tmp_path / "ranks").mkdir()
+    for rank in range(2):
+        build = training(3)
+        build.metadata["distributedInfo"] = {"rank": rank}
+        build.write(tmp_path / "ranks" / f"{rank}.json")
+    assert run_fettle("trace", question, tmp_path / "ranks", "--output", tmp_path / "chart.json").code == 0
+    texts = [text for row in _drawn(tmp_path / "chart.json") for text in row.values() if isinstance(text, str)]
+    assert all(any(f"rank {rank}" in text for text in texts) for rank in range(2))
+
+
 def test_where_one_rank_is_taken_it_is_said(tmp_path: Path, run_fettle: Run) -> None:
     ranks, out = tmp_path / "ranks", tmp_path / "out"
     ranks.mkdir()

@@ -112,12 +112,9 @@ def queue(traces: list[Trace]) -> Answer:
 
     fettle trace queue trace.json.gz --output queue.html
     """
-    name = pl.format("device {} stream {}", "device", "stream")
     return Answer(
         {"queue": joined(traces, T.queue_summary)},
-        chart=lambda charts: charts.step_line(
-            T.queue_length(traces[0]).with_columns(name=name), "length", series="name", unit="launched, not started"
-        ),
+        chart=lambda charts: charts.queue_chart(joined(traces, T.queue_length)),
         long=lambda: {"series": joined(traces, T.queue_length)},
     )
 
@@ -130,6 +127,6 @@ def bandwidth(traces: list[Trace]) -> Answer:
     """
     return Answer(
         {"bandwidth": joined(traces, T.bandwidth_summary)},
-        chart=lambda charts: charts.bandwidth_chart(T.copy_bandwidth(traces[0])),
+        chart=lambda charts: charts.bandwidth_chart(joined(traces, T.copy_bandwidth)),
         long=lambda: {"series": joined(traces, T.copy_bandwidth)},
     )

@@ -43,7 +43,7 @@ def tree(
     fettle trace tree trace.json.gz --depth 6
     fettle trace tree trace.json.gz --python --output flame.html
     """
-    flame = (traces[0], bool(traces[0].device_keys), depth, python)
+    flame = (traces, any(trace.device_keys for trace in traces), depth, python)
     return Answer(
         {"tree": joined(traces, lambda t: T.call_tree(t, max_depth=depth, python=python))},
         chart=lambda charts: charts.blocks(call_blocks(*flame), "milliseconds"),
@@ -124,8 +124,7 @@ def memory(traces: list[Trace]) -> Answer:
     if not timeline.height:
         raise UsageError("no memory events in this trace: record with profile_memory=True")
     where = pl.format("rank {}, {}", "rank", "device") if len(traces) > 1 else pl.col("device")
-    since = pl.col("ts_ns") - pl.col("ts_ns").min().over("rank")  # ranks may have clocks of their own
-    shown = timeline.with_columns(where=where, ts_ns=since, mib=pl.col("held_bytes") / 2**20)
+    shown = timeline.with_columns(where=where, mib=pl.col("held_bytes") / 2**20)
     has_totals = (timeline["allocated_bytes"] >= 0).all()
     return Answer(
         {"peak": joined(traces, T.memory_peak)},

@@ -54,7 +54,8 @@ def critical(
     for trace in traces:
         prefix = f"rank_{trace.rank}_" if len(traces) > 1 else ""
         paths.append(path := T.critical_path(trace, step))
-        summaries.append(summary := T.path_shares(trace, path))
+        summary = T.path_shares(trace, path)
+        summaries.append(summary.with_columns(where=pl.lit(f"rank {trace.rank}"), ms=pl.col("time_ns") / 1e6))
         frames |= {f"{prefix}summary": summary, f"{prefix}events": T.path_events(trace, path)}
         pieces[f"{prefix}pieces"] = path.pieces
     if overlay is not None:
@@ -70,7 +71,14 @@ def critical(
                 time_ns=(pl.col("end_ns") - pl.col("start_ns")).sum()
             )
             frames["across_ranks"] = by_rank.sort("time_ns", descending=True)
-    return Answer(frames, notes, lambda charts: charts.bar_chart(summaries[0], "category", "time_ns"), lambda: pieces)
+    every = pl.concat(summaries)
+
+    def drawn(charts: Any) -> Any:
+        if len(traces) == 1:
+            return charts.bar_chart(every, "category", "time_ns")
+        return charts.stacked(charts.main_parts(every, "category", "ms"), "where", "category", "ms")
+
+    return Answer(frames, notes, drawn, lambda: pieces)
 
 
 @question

@@ -98,27 +98,33 @@ def call_tree(trace: Trace, *, max_depth: int = 6, python: bool = False) -> pl.D
     return with_rank(trace, grouped.select(path, depth, "count", "host_ns", "device_ns").sort("path"))
 
 
-def call_blocks(trace: Trace, device: bool, depth: int = 12, python: bool = False) -> pl.DataFrame:
-    """`call_tree` as blocks as wide as their device (else host) time, children below their parent from its start on.
+def call_blocks(traces: list[Trace], device: bool, depth: int = 12, python: bool = False) -> pl.DataFrame:
+    """`call_tree` as blocks as wide as their device (else host) time, children below their parent from its start on;
+    several ranks one below the other, each under its title.
 
-    Columns: row (depth), name, start, end (ms), kind. Only the paths with the longest times.
+    Columns: row, name, start, end (ms), kind. Only the paths with the longest times.
     """
     cost = "device_ns" if device else "host_ns"
-    tree = call_tree(trace, max_depth=depth, python=python).filter(pl.col(cost) > 0)
-    kept = set(tree.sort(cost, "path", descending=[True, False]).head(_MOST_BLOCKS)["path"].to_list())
     rows: list[tuple[int, str, float, float, str]] = []
-    start_of: dict[str, float] = {}
-    used: dict[str, float] = {}
-    for path, level, ns in (
-        tree.sort("depth", cost, "path", descending=[False, True, False]).select("path", "depth", cost).iter_rows()
-    ):
-        parent, _, name = path.rpartition(" > ") if level else ("", "", path)
-        if path not in kept or (level and parent not in start_of):
-            continue
-        start = start_of.get(parent, 0.0) + used.get(parent, 0.0)
-        start_of[path], used[parent] = start, used.get(parent, 0.0) + ns
-        kind = next((kind for prefix, kind in _PREFIXES.items() if name.startswith(prefix)), "annotation")
-        rows.append((level, name[:100], start / 1e6, (start + ns) / 1e6, kind))
+    for trace in traces:
+        tree = call_tree(trace, max_depth=depth, python=python).filter(pl.col(cost) > 0)
+        longest = tree.sort(cost, "path", descending=[True, False]).head(max(1, _MOST_BLOCKS // len(traces)))
+        kept, top = set(longest["path"].to_list()), 1 + max((row[0] for row in rows), default=-1)
+        if len(traces) > 1 and kept:
+            rows.append((top, f"rank {trace.rank}", 0.0, 0.0, "title"))
+            top += 1
+        start_of: dict[str, float] = {}
+        used: dict[str, float] = {}
+        for path, level, ns in (
+            tree.sort("depth", cost, "path", descending=[False, True, False]).select("path", "depth", cost).iter_rows()
+        ):
+            parent, _, name = path.rpartition(" > ") if level else ("", "", path)
+            if path not in kept or (level and parent not in start_of):
+                continue
+            start = start_of.get(parent, 0.0) + used.get(parent, 0.0)
+            start_of[path], used[parent] = start, used.get(parent, 0.0) + ns
+            kind = next((kind for prefix, kind in _PREFIXES.items() if name.startswith(prefix)), "annotation")
+            rows.append((top + level, name[:100], start / 1e6, (start + ns) / 1e6, kind))
     return frame_of(rows, row=int, name=str, start=float, end=float, kind=str)
 
 

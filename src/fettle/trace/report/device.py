@@ -125,10 +125,9 @@ def queues(traces: list[Trace]) -> Section | None:
     )
     for trace in section.first(traces, SHOWN_RANKS, "ranks"):
         rank = f", rank {trace.rank}" if len(traces) > 1 else ""
-        series = queue_length(trace).with_columns(name=pl.format("device {} stream {}", "device", "stream"))
+        series = queue_length(trace)
         if series.height:
-            line = charts.step_line(series, "length", series="name", unit="launched, not started")
-            section.chart(f"Queue length{rank}", line)
+            section.chart(f"Queue length{rank}", charts.queue_chart(series))
         series = copy_bandwidth(trace)
         if series.height:
             section.chart(f"Bandwidth of copies{rank}", charts.bandwidth_chart(series))

@@ -35,7 +35,7 @@ def operators(traces: list[Trace]) -> Section | None:
     )
     by_name = table.group_by("operator").agg(pl.col(cost).sum())
     section.chart(f"{'Device' if device else 'Self'} time by operator", charts.bar_chart(by_name, "operator", cost))
-    flame = call_blocks(traces[0], device)
+    flame = call_blocks(traces, device)
     if flame.height:
         caption = f"Calls merged by path, as wide as their {'device' if device else 'host'} time"
         section.chart(caption, charts.blocks(flame, "milliseconds"))

@@ -23,11 +23,11 @@ from fettle.trace.report.charts.counts import (
     size_chart,
     stack_of,
 )
-from fettle.trace.report.charts.lines import bandwidth_chart, blocks, step_line
+from fettle.trace.report.charts.lines import bandwidth_chart, blocks, queue_chart, step_line
 from fettle.trace.report.charts.look import main_parts, save, sized
 
 __all__ = [
     "PLACE", "account_chart", "arrival_chart", "bandwidth_chart", "bar_chart", "blocks", "change_chart",
-    "collective_chart", "counter_chart", "launch_charts", "main_parts", "roofline_chart", "save", "size_chart", "sized",
-    "split_bars", "stack_of", "stacked", "step_chart", "step_line", "what_if_chart",
+    "collective_chart", "counter_chart", "launch_charts", "main_parts", "queue_chart", "roofline_chart", "save",
+    "size_chart", "sized", "split_bars", "stack_of", "stacked", "step_chart", "step_line", "what_if_chart",
 ]  # fmt: skip

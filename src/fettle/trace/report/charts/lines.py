@@ -11,12 +11,13 @@ from fettle.trace.report.charts.look import MAX_ROWS, MAX_SERIES, colour, millis
 
 
 def step_line(frame: pl.DataFrame, value: str, *, series: str, unit: str, area: bool = False) -> Any:
-    """A step function over time (column ts_ns), one line a series; peaks and troughs survive the thinning."""
+    """A step function over time (columns rank, ts_ns), one line a series; peaks and troughs survive the thinning."""
     most = frame.group_by(series).len().sort("len", descending=True)[series].head(MAX_SERIES)
-    frame = frame.filter(pl.col(series).is_in(most.implode()))
+    since = pl.col("ts_ns") - pl.col("ts_ns").min().over("rank")  # ranks may have clocks of their own
+    frame = frame.filter(pl.col(series).is_in(most.implode())).with_columns(since)
     names = frame[series].cast(pl.String()).unique(maintain_order=True).to_list()
-    ms = (pl.col("ts_ns") - frame["ts_ns"].min()) / 1e6
-    chart = alt.Chart(thin_steps(frame, value, series).select(value, ms=ms, series=pl.col(series).cast(pl.String())))
+    thin = thin_steps(frame, value, series)
+    chart = alt.Chart(thin.select(value, ms=pl.col("ts_ns") / 1e6, series=pl.col(series).cast(pl.String())))
     filled = chart.mark_area(interpolate="step-after", opacity=0.75)
     marked = filled if area else chart.mark_line(interpolate="step-after", strokeWidth=1)
     y = alt.Y(f"{value}:Q", title=unit, stack=None)
@@ -25,8 +26,20 @@ def step_line(frame: pl.DataFrame, value: str, *, series: str, unit: str, area: 
 
 def bandwidth_chart(frame: pl.DataFrame) -> Any:
     """Bandwidth of copies over time, one line a name and device: columns of `copy_bandwidth`."""
-    named = frame.with_columns(name=pl.format("{}, device {}", "name", "device"))
+    named = frame.with_columns(name=pl.format("{}, {}", "name", place_of(frame, "device")))
     return step_line(named, "gb_per_s", series="name", unit="GB/s")
+
+
+def queue_chart(frame: pl.DataFrame) -> Any:
+    """Length of each queue over time: columns of `queue_length`."""
+    named = frame.with_columns(name=place_of(frame, "device", "stream"))
+    return step_line(named, "length", series="name", unit="launched, not started")
+
+
+def place_of(frame: pl.DataFrame, *columns: str) -> pl.Expr:
+    """What these columns say, in words, and of several ranks also which."""
+    columns = ("rank", *columns) if frame["rank"].n_unique() > 1 else columns
+    return pl.format(" ".join(f"{column} {{}}" for column in columns), *columns)
 
 
 def thin_steps(frame: pl.DataFrame, value: str, series: str) -> pl.DataFrame:
