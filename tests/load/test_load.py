@@ -557,6 +557,7 @@ def test_the_commands(server, store, tmp_path, run_fettle):
                   ["load", url, "-c", "1", "--token-file", str(tmp_path / "token")],
                   ["slo", package, "--p99", "1s", "--recipe", "precision=bf16"],
                   ["slo", package, "--p99", "1s", "--headroom", "120%"],
+                  ["slo", package, "--p99", "1s", "--rate", "inf"],
                   ["slo", package, "--p99", "1s", "--price-per-hour", "much"],
                   ["slo", package, "--p99", "1s", "--device", "tpu"]):  # fmt: skip
         done = run_fettle("serve", *wrong)

@@ -303,6 +303,15 @@ def test_what_the_caller_can_mend_is_one_line_and_two(tmp_path: Path, run_fettle
     assert len(said.err.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "0"])
+def test_a_roof_that_cannot_be_is_refused(tmp_path: Path, run_fettle: Run, value: str) -> None:
+    path = training(2).write(tmp_path / "t.json")
+    for args in (("--peak", value, "--bandwidth", "3350"), ("--peak", "989", "--bandwidth", value)):
+        said = run_fettle("trace", "flops", path, *args)
+        assert (said.code, len(said.err.strip().splitlines())) == (2, 1)
+        assert args[args.index(value) - 1] in said.err
+
+
 def test_the_report_stands_alone_and_executes_nothing_of_the_trace(tmp_path: Path) -> None:
     evil = '</script><script>alert("x")</script>'
     build = training(3, name=evil)

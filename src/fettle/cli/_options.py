@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -121,6 +122,12 @@ def milliseconds(text: str | None, option: str) -> float | None:
 def limit_s(text: str | None, option: str) -> float:
     """A limit on a latency, 0 for none. A number without a unit is refused: 100 is hardly meant to be 100 seconds."""
     return duration_s(text or "0", option, bare="")
+
+
+def check_finite(option: str, value: float | None) -> None:
+    """Raise `UsageError` for a number without end, which the parser takes for one in its range."""
+    if value is not None and not math.isfinite(value):
+        raise UsageError(f"{option} takes a finite number, not {value}")
 
 
 def share(text: str, option: str, below: float = 0.95) -> float:

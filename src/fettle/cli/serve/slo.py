@@ -122,6 +122,7 @@ def command(
     from fettle.package.manifest import check_place
     from fettle.report import slo_page
 
+    _options.check_finite("--rate", rate)
     wanted = _options.outputs(output, ".csv", folder=True)
     check_writable(csv_file := wanted.get(".csv", csv_file))
     writes, sizes = bool(ttft or itl), ("--prompt-tokens", "--output-tokens")

@@ -6,6 +6,7 @@ import polars as pl
 import typer
 
 from fettle import trace as T
+from fettle.cli import _options
 from fettle.cli.trace.shared import Answer, next_command, question
 from fettle.errors import UsageError
 from fettle.trace.analyses.arrival import clock_offsets, match_collectives
@@ -58,6 +59,8 @@ def flops(
     """
     if (peak is None) != (bandwidth is None):
         raise UsageError("--peak and --bandwidth make a roofline together")
+    _options.check_finite("--peak", peak)
+    _options.check_finite("--bandwidth", bandwidth)
     roof = Limits(dict.fromkeys((1, 2, 4, 8), peak), bandwidth) if peak is not None and bandwidth is not None else None
     table = joined(traces, lambda t: T.product_table(t, roof))
     if not table.height:
