@@ -1,9 +1,13 @@
 """The Ray Serve application: the settings that are written, and (slow) the same answers as fettle's own server."""
 
+import asyncio
+import importlib
 import json
+import shutil
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -68,6 +72,29 @@ def test_code_of_a_package_needs_trust_here_too(store, tmp_path):
     assert not (tmp_path / "out").exists()
     write_ray(package, tmp_path / "out", trust=package.handler_digest)
     assert loaded(tmp_path / "out")["applications"][0]["args"]["trust"] == package.handler_digest
+
+
+def test_nothing_is_written_into_the_package_itself(store, tmp_path):
+    shutil.copytree(store / "net-1", tmp_path / "net-1")
+    package = open_package(tmp_path / "net-1")
+    with pytest.raises(UsageError, match="inside of the package"):
+        write_ray(package, package.folder / "ray")
+    assert not (package.folder / "ray").exists()
+
+
+def test_a_replica_is_healthy_while_one_of_its_workers_is_ready(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(serve=None))
+    monkeypatch.delitem(sys.modules, "fettle.compat.ray", raising=False)
+    health = importlib.import_module("fettle.compat.ray").Replica.check_health
+    del sys.modules["fettle.compat.ray"]
+    workers = [SimpleNamespace(ready=False), SimpleNamespace(ready=True)]
+    versions = [("net", "1", SimpleNamespace(workers=workers))]
+    registry = SimpleNamespace(models=["net"], versions=lambda: versions)
+    replica = SimpleNamespace(name="net", registry=registry)
+    asyncio.run(health(replica))
+    workers[1].ready = False
+    with pytest.raises(RuntimeError, match="net is not served"):
+        asyncio.run(health(replica))
 
 
 def loaded(folder):

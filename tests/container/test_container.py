@@ -204,6 +204,21 @@ def test_a_folder_that_is_no_package_is_not_replaced(monkeypatch: pytest.MonkeyP
     assert mine.read_text() == "mine"
 
 
+def test_nothing_is_written_into_the_package_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    manifest = SimpleNamespace(recipe={}, machine={}, name="net", requires=[])
+    package = SimpleNamespace(folder=tmp_path, manifest=manifest, handler_digest=None)
+    monkeypatch.setattr(image, "open_package", lambda path: package)
+    for output in (tmp_path, tmp_path / "image"):
+        with pytest.raises(UsageError, match="inside of the package"):
+            write_image(tmp_path, output)
+
+
+def test_trust_is_refused_for_a_recipe(recipe: Path, wheel: Path, no_index: None, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"is for the handler\.py of a package"):
+        write_image(recipe, tmp_path / "out", wheel, trust="ab12")
+    assert not (tmp_path / "out").exists()
+
+
 def test_code_of_a_packages_own_runs_in_the_image_of_who_trusts_it(
     monkeypatch: pytest.MonkeyPatch, wheel: Path, no_index: None, tmp_path: Path
 ) -> None:
@@ -235,6 +250,14 @@ def test_what_has_no_hash_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = {"metadata": {"name": "a"}, "download_info": {"dir_info": {}}}
     monkeypatch.setattr(lock, "_report", lambda requirements, index: [entry])
     with pytest.raises(UsageError, match="no hash for a==1"):
+        lock.locks({"a": "1"}, None)
+
+
+def test_where_there_is_no_pip_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an environment that uv has made."""
+    done = SimpleNamespace(returncode=1, stderr="python3: No module named pip\n", stdout="")
+    monkeypatch.setattr(lock.subprocess, "run", lambda *given, **more: done)
+    with pytest.raises(UsageError, match="No module named pip"):
         lock.locks({"a": "1"}, None)
 
 

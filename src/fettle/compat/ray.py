@@ -54,8 +54,8 @@ class Replica:
             self.registry.change(self.name, {"batch": dict(batch)})
 
     async def check_health(self) -> None:
-        """Raise where a worker is not ready for long: Ray then replaces the replica."""
-        if not self.registry.models:
+        """Raise where no worker is ready: Ray replaces a replica that says so several times in a row."""
+        if not any(worker.ready for _, _, pool in self.registry.versions() for worker in pool.workers):
             raise RuntimeError(f"{self.name} is not served")
 
     async def __del__(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from fettle.errors import UsageError
 from fettle.package.host import host_id
-from fettle.package.manifest import Package, check_trust
+from fettle.package.manifest import Package, check_apart, check_trust
 from fettle.package.settings import ServeSettings
 from fettle.serve.engine.worker_start import threads_each
 from fettle.slo.simulate import Costs, capacity
@@ -81,6 +81,7 @@ def write_ray(package: Package, folder: Path, *, max_replicas: int = 4, trust: s
     """Write application, settings, start script and package to a new folder. Raises `UsageError`."""
     if folder.exists():
         raise UsageError(f"{folder} exists already: give another `output`")
+    check_apart(package, folder)
     check_trust(package, [trust])
     settings = package.settings
     scaling = scale(settings, host_id())

@@ -15,7 +15,7 @@ from fettle.errors import UsageError
 from fettle.files import write_text
 from fettle.kept_files import whole_folder
 from fettle.machine import this_machine
-from fettle.package.manifest import check_place, check_trust, open_package
+from fettle.package.manifest import check_apart, check_place, check_trust, open_package
 from fettle.recipe import Recipe
 from fettle.recipe_file import load_recipe
 from fettle.techniques import Facts, changed
@@ -103,12 +103,15 @@ def write_image(source: Path, output: Path, wheel: Path | None = None, trust: st
     if serves:
         package, place = open_package(source), output / "model"
         check_place(place)
+        check_apart(package, output)
         check_trust(package, [trust])
         levels, recorded, name = dict(package.manifest.recipe), dict(package.manifest.machine), package.manifest.name
         needs = list(package.manifest.requires)
         gpus = gpus_of(package.settings.devices) if "cuda" in recorded else 0
     else:
         recipe = load_recipe(source)
+        if trust:
+            raise UsageError(f"`trust` is for the handler.py of a package, and {source} is a recipe")
         levels, recorded = dict(recipe.levels), dict(recipe.machine.get("versions", {}))
         name, needs, gpus = str(recipe.workload.get("name") or "recipe"), [], 0
     extras = "[serve]" if serves else ""

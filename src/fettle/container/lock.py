@@ -111,7 +111,8 @@ def _report(requirements: Sequence[str], index: str) -> list[Mapping[str, Any]]:
         except subprocess.TimeoutExpired as error:
             raise UsageError("pip did not answer: is the package index reachable?") from error
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-        raise UsageError(f"pip cannot resolve the image's requirements: {(lines or ['it failed'])[-1]}")
+        said = done.stderr.strip().splitlines() or ["it failed"]
+        errors = [line for line in said if line.startswith("ERROR")]
+        raise UsageError(f"pip cannot resolve the image's requirements: {(errors or said)[-1]}")
     entries: list[Mapping[str, Any]] = json.loads(done.stdout)["install"]
     return entries

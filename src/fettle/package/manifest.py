@@ -225,6 +225,12 @@ def check_place(place: Path) -> None:
         raise UsageError(f"{place} exists already and is not a package: give another `output`")
 
 
+def check_apart(package: Package, folder: Path) -> None:
+    """Raise `UsageError` for a folder in the package, which would be copied into itself without end."""
+    if folder.resolve().is_relative_to(package.folder.resolve()):
+        raise UsageError(f"{folder} is inside of the package: give another `output`")
+
+
 def check_name(name: str, version: str) -> None:
     """Raise `UsageError` unless these can stand in a URL, a file name and a label."""
     for what, text in (("name", name), ("version", version)):
