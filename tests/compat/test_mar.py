@@ -230,6 +230,8 @@ def test_refusals_say_what_to_do(eager, tmp_path):
         convert({"net.pt": weights, "model.py": "x = 1"}, modelFile="model.py")
     with pytest.raises(UsageError, match="cannot be imported"):
         convert({"net.pt": weights, "model.py": "1 / 0"}, modelFile="model.py")
+    with pytest.raises(UsageError, match="cannot be imported"):  # no exit with 0
+        convert({"net.pt": weights, "model.py": "raise SystemExit"}, modelFile="model.py")
     with pytest.raises(UsageError, match="lacks"):
         convert({"net.pt": weights}, modelFile="../model.py")
     with pytest.raises(UsageError, match="nothing to convert"):
@@ -257,6 +259,9 @@ def test_weights_are_read_in_every_form_that_people_save(tmp_path):
         model = torch.nn.Linear(3, 2)
         _load_weights(model, tmp_path / name)
         assert torch.equal(model.weight, wanted["weight"])
+    whole = torch.nn.ModuleDict({"module": torch.nn.Linear(3, 2)})  # all of whose names begin so
+    _load_weights(whole, tmp_path / "c.pt")
+    assert torch.equal(whole["module"].weight, wanted["weight"])
     torch.save({"epoch": 3}, tmp_path / "e.pt")
     (tmp_path / "f.safetensors").write_bytes(b"none")
     for name, why in (("e.pt", "no state dict"), ("f.safetensors", "holds no weights")):

@@ -30,7 +30,8 @@ def test_what_a_package_needs_is_what_wrote_its_files_and_what_its_handler_impor
     assert needed("onnxruntime", "text").keys() == {"torch", "onnxruntime", "onnx", "onnxscript", "tokenizers"}
     assert needed("openvino-int8", "").keys() == {"torch", "openvino"}
     check_here("net", needed("torch", "image", ["numpy>=1", "scipy"]))
-    for wrong in ("a b", "--index-url=x", "numpy @ https://example.org/a.whl", "", "numpy>=one", "../numpy"):
+    odd = ("a b", "--index-url=x", "numpy @ https://a.b/c.whl", "", "numpy>=one", "../numpy", "numpy-", "numpy.")
+    for wrong in odd:
         with pytest.raises(UsageError, match="not a requirement"):
             needed("torch", "", [wrong])
 

@@ -199,7 +199,7 @@ def _run(code: Path, folder: Path) -> Any:
     sys.modules[spec.name] = module  # data classes look their own module up
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script may leave
         raise UsageError(f"{code.name[:80]} cannot be imported: {first_line(error)}") from error
     finally:
         sys.path.remove(str(folder))
@@ -229,7 +229,8 @@ def _load_weights(model: Any, path: Path) -> None:
             state = state[key]
     if not isinstance(state, Mapping) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise UsageError(f"{path.name[:80]} holds no state dict")
-    if state and all(str(name).startswith("module.") for name in state):  # saved out of DataParallel
+    others = state.keys().isdisjoint(model.state_dict())
+    if others and all(str(name).startswith("module.") for name in state):  # saved out of DataParallel
         state = {str(name).removeprefix("module."): value for name, value in state.items()}
     try:
         model.load_state_dict(state)

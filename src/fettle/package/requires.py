@@ -17,7 +17,7 @@ _RUNTIMES = {
 }  # fmt: skip
 _WROTE = ("torch", "openvino", "tokenizers")
 """Libraries that wrote a file of the package: an older one may not be able to read it."""
-_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+_NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,98}[A-Za-z0-9])?"
 
 
 def needed(runtime: str, handler: str, own: Sequence[str] = ()) -> dict[str, str]:
