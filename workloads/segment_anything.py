@@ -57,7 +57,7 @@ def build(config: SamConfig, attention: str) -> SamModel:
     """The model with random weights, or the user's checkpoint. Attention is transformers' own choice (``sdpa``), or
     ``products``: matrix products and a softmax, as the model was published and the published ladder begins."""
     torch.manual_seed(0)
-    implementation = {"attn_implementation": "eager" if attention == "products" else "sdpa"}
+    implementation = {"attn_implementation": {"products": "eager", "sdpa": "sdpa"}[attention]}
     if checkpoint := os.environ.get("FETTLE_SAM_CHECKPOINT"):
         return SamModel.from_pretrained(checkpoint, local_files_only=True, **implementation)
     return behave(SamModel._from_config(config, **implementation))

@@ -20,7 +20,7 @@ GUIDANCE = 7.5
 STRENGTH = 0.6
 """Share of the steps that are made where a picture is begun with."""
 WORDS, BEGIN, END = 49408, 49406, 49407
-PROCESSORS = {"products": AttnProcessor, "xformers": XFormersAttnProcessor}
+PROCESSORS = {"sdpa": None, "products": AttnProcessor, "xformers": XFormersAttnProcessor}
 
 
 class StableDiffusion(torch.nn.Module):
@@ -37,7 +37,7 @@ class StableDiffusion(torch.nn.Module):
             beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False,
             set_alpha_to_one=False, steps_offset=1, prediction_type="v_prediction",
         )  # fmt: skip
-        self.steps, self.halves = steps, halves
+        self.steps, self.together = steps, {"together": True, "apart": False}[halves]
 
 
 @torch.no_grad()
@@ -61,7 +61,7 @@ def sample(
         times = times[-round(STRENGTH * len(times)) :]
         latent = scheduler.add_noise(clean, noise, times[:1])
     for place, step in enumerate(times, 1):
-        if pipe.halves == "together":
+        if pipe.together:
             found = pipe.unet(torch.cat([latent, latent]), step, text).sample
         else:
             found = torch.cat([pipe.unet(latent, step, half).sample for half in text.chunk(2)])
@@ -160,9 +160,11 @@ def pipeline(
 ) -> dict:  # fmt: skip
     torch.manual_seed(0)
     pipe = StableDiffusion(text, unet, vae, steps, halves).eval().to(device)  # eval: as `from_pretrained` leaves it
-    if attention in PROCESSORS:
-        pipe.unet.set_attn_processor(PROCESSORS[attention]())
-        pipe.vae.set_attn_processor(PROCESSORS[attention]())
+    if attention == "xformers":
+        import xformers.ops  # noqa: F401 - without it diffusers says only that None has no ops
+    if processor := PROCESSORS[attention]:
+        pipe.unet.set_attn_processor(processor())
+        pipe.vae.set_attn_processor(processor())
     size = unet["sample_size"]
     scaled(pipe, size)
     parts, pixels = ["unet", "vae.decoder", "text_encoder"], size * 2 ** (len(vae["block_out_channels"]) - 1)

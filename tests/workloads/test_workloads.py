@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import fettle
+from fettle.errors import UsageError
 from fettle.workload import Workload, find_target, leaves
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -266,6 +267,17 @@ def test_other_samplings_from_prompt_to_picture(
     assert two.run(two.model, two.inputs[0]).shape == (2, 3, 16, 16)
 
 
+@pytest.mark.parametrize(
+    ("file", "argument"),
+    [("stable_diffusion", "attention"), ("stable_diffusion", "halves"), ("segment_anything", "attention")],
+)
+def test_an_argument_that_a_workload_does_not_know_is_refused(file: str, argument: str) -> None:
+    pytest.importorskip("diffusers")
+    target = replace(find_target(f"{FOLDER / file}.py:small"), arguments={argument: "product"})
+    with pytest.raises(UsageError, match="KeyError: 'product'"):
+        target.load()
+
+
 @pytest.mark.parametrize("start", ["picture", "hole"])
 def test_stable_diffusion_begun_at_a_picture(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("diffusers")
@@ -286,6 +298,28 @@ def test_stable_diffusion_begun_at_a_picture(start: str, tmp_path: Path, monkeyp
             made.run(made.model, (tokens, some, picture, *hole))
         same = (latents[0] - latents[1]).abs().amax(1, keepdim=True) < 1e-4
         assert torch.equal(same, hole[0] == 0)
+
+
+def test_metrics_judge_what_no_recipe_is_calibrated_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # with weights that nobody has trained
+    ocr, detection, speech = map(module, ("ocr", "detection", "speech"))
+    (tmp_path / "fettle-workloads").mkdir()
+    torch.save(ocr["Reader"]().state_dict(), tmp_path / "fettle-workloads" / "ocr-1.pt")
+    detector = detection["pipeline"](detection["Detector"](width=4), 2, "cpu", "detection")
+    recogniser = speech["recogniser"](speech["network"](hidden=16, layers=1, channels=8), 4, 6, "cpu", "speech")
+    answers = ((ocr["small"](), {"text": ""}), (detector, {"found": "[[], []]"}), (recogniser, torch.zeros(4, 1, 11)))
+    for made, answer in answers:
+        judged: list[torch.Tensor] = []
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            judged.extend([*args, *kwargs.values()])  # noqa: B023 - called in this round only
+            return answer  # noqa: B023
+
+        assert made["metric"](run) <= 0
+        assert judged
+        calibrated = {id(leaf) for batch in made["inputs"] for leaf in tensors(batch).values()}
+        assert not calibrated & {id(leaf) for leaf in judged}
 
 
 def test_words_of_a_page_are_found_cut_out_and_put_in_order() -> None:
