@@ -662,6 +662,23 @@ class Answers(torch.nn.Module):
         return SimpleNamespace(first=first, size=len(x)), others
 
 
+class Adding(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x, times):
+        return self.layer(x), times + 0.25
+
+
+def test_what_is_given_in_float64_keeps_its_digits_beside_16_bits():
+    """As times do, of which bfloat16 would make days."""
+    model, batch = Adding(), (torch.rand(2, 4), torch.tensor([1.7e9, 1.7e9 + 1], dtype=torch.float64))
+    facts = probe_facts(Workload(model, [batch]))
+    tuned = load(source(Recipe.parse("precision=bf16"), facts), "bf16")(model, [batch])
+    assert torch.equal(tuned(*batch)[1], batch[1] + 0.25)
+
+
 @pytest.mark.parametrize("recipe", ["precision=bf16", "precision=autocast-bf16"])
 @pytest.mark.parametrize("dtypes", [(None,), (torch.bfloat16,), (torch.float64, torch.float16)])
 def test_answers_in_16_bits_have_the_types_that_they_had(recipe, dtypes):

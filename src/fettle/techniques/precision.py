@@ -14,8 +14,12 @@ DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 
 
 def cast(tree: Any, dtype: torch.dtype) -> Any:
-    """Convert every floating tensor in a tree."""
-    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)
+    """Convert every floating tensor in a tree but those in float64, such as times, whose digits are needed."""
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+
+    return map_tensors(change, tree)
 
 
 def widen(tree: Any, dtype: torch.dtype) -> Any:
