@@ -88,8 +88,8 @@ def made_of(module: torch.nn.Module) -> list[Any]:
 
 
 class Attributes:
-    """A module's attributes `but` some, and what lists, dictionaries and generators in them hold, and the `values` of
-    tensors. What another module has `met`, and holds as well, is that one's."""
+    """A module's attributes `but` some, and what lists, dictionaries, generators and objects in them hold, and the
+    `values` of tensors. What another module has `met`, and holds as well, is that one's."""
 
     from collections import OrderedDict, defaultdict, deque
 
@@ -102,11 +102,21 @@ class Attributes:
         for value in self.attributes.values():
             self._note(value)
 
+    @staticmethod
+    def _is_object(value: Any) -> bool:
+        """Whether it is an object of a class that is no part of Python or torch, whose locks are their own."""
+        import sys
+
+        library = type(value).__module__.partition(".")[0]
+        others = library == "torch" or library in sys.stdlib_module_names - {"__main__"}
+        return not others and not callable(value) and hasattr(value, "__dict__")
+
     def _note(self, value: Any) -> None:
         import copy
 
         is_noted = isinstance(value, (torch.Tensor, torch.Generator, tuple)) or type(value) in self.HOLD_OTHERS
-        if not is_noted or id(value) in self.met:
+        is_object = not is_noted and self._is_object(value)
+        if not (is_noted or is_object) or id(value) in self.met:
             return
         self.met.add(id(value))
         if isinstance(value, torch.Tensor):
@@ -115,9 +125,10 @@ class Attributes:
         elif isinstance(value, torch.Generator):
             self.held.append((value, value.get_state()))
         else:
+            value = vars(value) if is_object else value
             if not isinstance(value, tuple):
                 self.held.append((value, copy.copy(value)))
-            for item in value.values() if isinstance(value, dict) else value:
+            for item in [*value.values()] if isinstance(value, dict) else value:
                 self._note(item)
 
     def put_back(self) -> None:
