@@ -21,6 +21,7 @@ from fettle.procs.limits import affinity_cores
 from fettle.workload import (
     Target,
     Workload,
+    again,
     device_of,
     find_target,
     fingerprint,
@@ -31,6 +32,7 @@ from fettle.workload import (
     spread,
     switches,
     target_from_objects,
+    tensors,
     wait_for,
     workload_from,
 )
@@ -322,6 +324,13 @@ class TestLoad:
         write(tmp_path, "def small(): return abs, [7]", "module_with_factory.py")
         assert find_target("module_with_factory:small").load().inputs == [7]
 
+    def test_a_file_that_imports_relative_to_its_package_is_asked_for_as_a_module(self, tmp_path: Path) -> None:
+        (tmp_path / "outer" / "inner").mkdir(parents=True)
+        (tmp_path / "outer" / "inner" / "__init__.py").touch()
+        path = write(tmp_path / "outer" / "inner", "from .layers import one\ndef workload(): return abs, [1]")
+        with Refused("name it as a module, inner.work:factory", f"start fettle in {tmp_path / 'outer'}"):
+            find_target(str(path)).load()
+
     def test_dataclasses_inside_the_file_work(self, tmp_path: Path) -> None:
         text = """
             from __future__ import annotations
@@ -569,16 +578,18 @@ def test_tensors_are_changed_wherever_they_lie_and_the_tree_is_left_alone() -> N
     tree = {"a": (one, [one, "text"]), "b": Pair(one, {"c": Point(one, 3)}), "d": None, "e": OrderedDict(f=one)}
     tree["g"] = UserDict(h=one)  # as tokenizers of transformers return
     tree["i"] = SimpleNamespace(tensor=one, others=[one], store={"j": UserDict(k=one)})  # as graphs
+    tree["l"] = SimpleNamespace(boxes=SimpleNamespace(tensor=one))  # as what a detector found
     tree["i"].store["itself"] = tree["i"]
     changed = map_tensors(lambda tensor: tensor * 2, tree)
+    assert changed["i"].store.pop("itself") is tree["i"]
     doubled = [leaf for _, leaf in leaves(changed) if isinstance(leaf, torch.Tensor)]
-    assert len(doubled) == 8
+    assert len(doubled) == 10
     assert all(torch.equal(leaf, torch.full((2,), 2.0)) for leaf in doubled)
     assert isinstance(changed["b"], Pair)
     assert isinstance(changed["b"].right["c"], Point)
     assert changed["b"].right["c"].y == 3
     assert type(changed["g"]) is UserDict
-    assert changed["i"].others[0] is tree["i"].tensor is one
+    assert tree["i"].others[0] is tree["l"].boxes.tensor is one
     assert tree["g"]["h"] is one
     assert (type(changed["e"]), changed["a"][1][1], changed["d"]) == (OrderedDict, "text", None)
     assert torch.equal(one, torch.ones(2))
@@ -605,6 +616,29 @@ class Parts(MutableMapping):
 
     def __len__(self):
         return len(self.parts)
+
+
+def test_objects_that_hold_one_another_are_entered_once() -> None:
+    one = torch.ones(2)
+    first, second = SimpleNamespace(tensor=one), SimpleNamespace(count=3)
+    first.next, second.before, first.twice, second.itself = second, first, [second, second], [second]
+    changed = map_tensors(lambda tensor: tensor * 2, {"a": first, "b": first})
+    assert changed["a"] is changed["b"] is not first
+    assert changed["a"].tensor.tolist() == [2, 2]
+    assert [path for path, _ in leaves({"a": first, "b": first})] == [".a.tensor", ".b"]
+
+
+def test_only_what_goes_on_from_a_cache_of_transformers_sees_what_it_holds() -> None:
+    """Its tensors are no answer, and a model that is given one writes into it."""
+    transformers = pytest.importorskip("transformers")
+    cache, one = transformers.DynamicCache(), torch.ones(1, 2, 3, 4)
+    cache.update(one, one, 0)
+    assert tensors({"cache": cache}) == []
+    assert map_tensors(lambda tensor: tensor * 2, [cache])[0] is cache
+    for own in (again({"cache": cache})["cache"], fresh([cache])[0]):
+        own.update(one, one, 0)
+        assert (own.get_seq_length(), cache.get_seq_length()) == (6, 3)
+    assert len([*leaves(cache, caches=True)]) == 2
 
 
 def test_a_mapping_of_another_class_is_left_alone_when_its_copy_is_changed() -> None:

@@ -5,6 +5,7 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from types import SimpleNamespace
 import numpy
 import pytest
 import torch
@@ -179,6 +180,15 @@ def test_odd_containers_give_their_tensors() -> None:
     assert set(outputs_of([numpy.ones(2), numpy.array(["a name"]), numpy.float32(1)])) == {"[0]", "[2]"}
     assert outputs_of(numpy.arange(3)[::-1])["output"].tolist() == [2, 1, 0]
 
+    assert outputs_of((1 + 2j, torch.ones(1).to(torch.complex64)))["[0]"].item() == 1 + 2j
+    assert outputs_of(torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8))["output"].tolist() == [1, 1]
+
+
+def test_all_that_an_object_holds_is_judged() -> None:
+    """As what a detector found: its boxes are an object in the answer."""
+    boxes = SimpleNamespace(tensor=torch.ones(2, 4))
+    found = SimpleNamespace(fields={"boxes": boxes}, levels=[torch.ones(1)], picture=numpy.ones((2, 2)), seconds=0.1)
+    assert set(outputs_of([found])) == {"[0].fields.boxes.tensor", "[0].levels[0]", "[0].picture"}
 
 def test_a_model_that_writes_into_its_input_has_a_reference_and_no_noise(tmp_path):
     batch = torch.ones(2, 3)

@@ -321,7 +321,7 @@ def test_only_a_model_that_writes_into_its_input_is_given_copies():
     facts = probe_facts(Workload(Shifting().eval(), [torch.randn(2, 9, 16)]))
     recipe = Recipe.parse("attention=sdpa")
     assert facts.changes_inputs
-    assert "map_tensors(torch.clone, batch)" in source(recipe, facts)
+    assert "map_tensors(torch.clone, batch, caches=True)" in source(recipe, facts)
     assert "map_tensors" not in source(Recipe.parse("grad=no_grad"), facts)
     assert "map_tensors" not in source(recipe, replace(facts, changes_inputs=False))
 

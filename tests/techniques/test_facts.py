@@ -399,6 +399,42 @@ class Rebuilding(nn.Module):
         super().__init__()
         self.one, self.other, self.ready, self.head = nn.Linear(4, 4), nn.Linear(4, 4), False, None
 
+class State:
+    def __init__(self):
+        self.steps, self.kept, self.lock = 0, [], threading.Lock()
+
+
+class Stateful(nn.Module):
+    """It remembers in an object of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.state = State()
+
+    def forward(self, x):
+        self.state.steps += 1
+        self.state.kept.append(x)
+        return sum(self.state.kept) * self.state.steps
+
+
+def test_what_a_model_remembers_in_an_object_is_forgotten():
+    model, x = Stateful().eval(), torch.rand(2, 3)
+    probe_facts(Workload(model, [x]))
+    assert (model.state.steps, model.state.kept) == (0, [])
+    assert torch.equal(model(x), x)
+
+
+def test_a_cache_of_transformers_among_the_inputs_is_written_into():
+    transformers = pytest.importorskip("transformers")
+    cache, one = transformers.DynamicCache(), torch.ones(1, 2, 3, 4)
+    cache.update(one, one, 0)
+    model = Workload(lambda x, cache: cache.update(x, x, 0)[0], [{"x": one, "cache": cache}])
+    facts = probe_facts(model)
+    assert facts.changes_inputs
+    assert not facts.adds_to_inputs
+    assert cache.get_seq_length() == 3
+
+
     def forward(self, x):
         if not self.ready:
             self.one.weight.data = self.one.weight.data + self.other.weight.data

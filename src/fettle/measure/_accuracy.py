@@ -23,11 +23,11 @@ def outputs_of(output: Any) -> Outputs:
     outputs: Outputs = {}
     for path, leaf in leaves(output):
         if isinstance(leaf, torch.Tensor):
-            value = leaf.detach()
+            value = leaf.detach().dequantize() if leaf.is_quantized else leaf.detach()
             if value.is_nested or value.layout != torch.strided:
                 value = value.to_padded_tensor(0.0) if value.is_nested else value.to_dense()
             outputs[path] = value.to("cpu", copy=True)
-        elif isinstance(leaf, (bool, int, float)):
+        elif isinstance(leaf, (bool, int, float, complex)):
             outputs[path] = torch.tensor(leaf)
         elif is_numbers(leaf):
             outputs[path] = torch.as_tensor(leaf.copy())  # torch takes no array that runs backwards
@@ -136,7 +136,7 @@ def repeat_rows(batch: Any, factor: int, rows: int) -> Any:
     def grow(tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([tensor] * factor) if tensor.dim() and tensor.shape[0] == rows else tensor
 
-    return map_tensors(grow, batch)
+    return map_tensors(grow, batch, caches=True)
 
 
 def first_rows(outputs: Outputs, factor: int, reference: Outputs) -> Outputs:

@@ -167,7 +167,7 @@ def _own_generators(batch: Any) -> Any:
     def own(leaf: Any) -> Any:
         return leaf.clone_state() if isinstance(leaf, torch.Generator) else leaf
 
-    return map_tensors(own, batch, (torch.Tensor, torch.Generator))
+    return map_tensors(own, batch, (torch.Tensor, torch.Generator), caches=True)
 
 
 def with_check(workload: Any) -> Any:
@@ -180,7 +180,7 @@ def with_check(workload: Any) -> Any:
     check = list(workload.check_inputs)
     if not check and len(workload.inputs) == 1:
         given = workload.inputs[0]
-        other = map_tensors(_moved, _other_texts(given), (torch.Tensor, numpy.ndarray))
+        other = map_tensors(_moved, _other_texts(given), (torch.Tensor, numpy.ndarray), caches=True)
         pairs = zip(leaves(given), leaves(other), strict=True)
         check = [] if all(one is moved for (_, one), (_, moved) in pairs) else [other]
     return replace(workload, samples=workload.rows, check_inputs=check)

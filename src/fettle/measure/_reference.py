@@ -283,4 +283,4 @@ def _own_dtype(module: torch.nn.Module | None) -> str:
 
 
 def _to_double(batch: Any) -> Any:
-    return map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch)
+    return map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch, caches=True)

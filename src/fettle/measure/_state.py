@@ -231,7 +231,11 @@ def same_shapes(batches: Iterable[Any]) -> bool:
     """Whether the tensors and arrays of all batches lie at the same places and have the same shapes."""
 
     def shapes(batch: Any) -> tuple[Any, ...]:
-        numbers = ((path, leaf) for path, leaf in leaves(batch) if isinstance(leaf, torch.Tensor) or is_numbers(leaf))
+        numbers = (
+            (path, leaf)
+            for path, leaf in leaves(batch, caches=True)
+            if isinstance(leaf, torch.Tensor) or is_numbers(leaf)
+        )
         return tuple((path, leaf.shape) for path, leaf in numbers)
 
     return len(set(map(shapes, batches))) == 1

@@ -318,7 +318,7 @@ def _copy(batch: Any) -> Any:
 
 def _left(batch: Any, given: Any) -> tuple[bool, list[torch.Tensor]]:
     """What a call has left of its batch: whether all that was `given` is as it was, and tensors that came to it."""
-    was, now = dict(leaves(given)), dict(leaves(batch))
+    was, now = dict(leaves(given, caches=True)), dict(leaves(batch, caches=True))
     kept = _equal([now.get(path) for path in was], list(was.values()))
     return kept, tensors([leaf for path, leaf in now.items() if path not in was])
 
@@ -362,7 +362,8 @@ def _distance(one: Any, other: Any) -> float:
 
 
 def _shapes(batch: Any) -> tuple[Any, ...]:
-    return tuple((path, tuple(leaf.shape)) for path, leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
+    every = leaves(batch, caches=True)
+    return tuple((path, tuple(leaf.shape)) for path, leaf in every if isinstance(leaf, torch.Tensor))
 
 
 def _uneven_steps(module: torch.nn.Module, batches: Sequence[Any]) -> bool:

@@ -118,8 +118,8 @@ def source(
             main.format(
                 made=_lines_that_make(target), calibration=max(1, calibration), call=_call(facts), most=FROM_LOADER,
                 wait="" if facts.device == "cpu" else "        torch.accelerator.synchronize()\n", ranks=ranks,
-                given="map_tensors(torch.clone, batches[0])" if facts.changes_inputs else "batches[0]", going=going,
-                samples=facts.samples * batch_factor(recipe),
+                given="map_tensors(torch.clone, batches[0], caches=True)" if facts.changes_inputs else "batches[0]",
+                going=going, samples=facts.samples * batch_factor(recipe),
             )
         ]  # fmt: skip
     elif heading:
@@ -190,7 +190,7 @@ def _on_copies(found: list[tuple[str, Code]], facts: Facts) -> list[tuple[str, C
     """The same lines, with sample batches of their own where the model writes into what it is given."""
     if not (facts.changes_inputs and _looks_at_batches(found)):
         return found
-    copies = "batches = [map_tensors(torch.clone, batch) for batch in batches]"
+    copies = "batches = [map_tensors(torch.clone, batch, caches=True) for batch in batches]"
     return [("sample batches: copies, which the model may write into", Code(helpers=(map_tensors,), prepare=(copies,))),
             *found]  # fmt: skip
 

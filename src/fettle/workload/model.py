@@ -207,7 +207,7 @@ def fingerprint(workload: Workload) -> str:
     if isinstance(workload.model, torch.nn.Module):
         tensors += workload.model.state_dict().items()
     for index, batch in enumerate([*workload.inputs, *workload.check_inputs]):
-        tensors += [(f"input{index}{path}", leaf) for path, leaf in leaves(batch)]
+        tensors += [(f"input{index}{path}", leaf) for path, leaf in leaves(batch, caches=True)]
     usual = {item.name for item in dataclasses.fields(Workload)}
     for item in dataclasses.fields(workload):  # what another kind of workload has besides: texts, how much is written
         if item.name in usual:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,39 +26,51 @@ def spread(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (batch,), {}
 
 
-def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(
+    tree: Any, path: str = "", *, caches: bool = False, met: dict[int, Any] | None = None
+) -> Iterator[tuple[str, Any]]:
     """Every leaf of a pytree with its path; dataclasses, mappings and sequences are branches, None is skipped. Of any
-    other object, such as a distribution or a graph, the leaves are the tensors among its attributes and in mappings
-    among them, where it has some."""
+    other object, such as a distribution or a graph, the leaves are the tensors and arrays that it holds, in containers
+    and other objects too, where there are some. What a cache of transformers holds is left out unless `caches` is set.
+
+    `met` are such objects by their `id`, each of which is entered once: they may hold one another."""
     if tree is None:
         return
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type) and not isinstance(tree, Mapping):
-        for item in dataclasses.fields(tree):
-            yield from leaves(getattr(tree, item.name), f"{path}.{item.name}")
-    elif isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from leaves(value, f"{path}.{key}")
-    elif isinstance(tree, (list, tuple)):
-        for index, value in enumerate(tree):
-            yield from leaves(value, f"{path}[{index}]")
-    else:
-        import torch
-
-        is_leaf = isinstance(tree, (type, torch.nn.Module, torch.Tensor))
-        inside = [] if is_leaf else list(_held_tensors(getattr(tree, "__dict__", {}), path))
-        yield from inside or [(path or "output", tree)]
-
-
-def _held_tensors(held: Mapping[Any, Any], path: str) -> Iterator[tuple[str, Any]]:
-    """Tensors in a mapping, and in mappings and distributions in it. Other objects are not entered: they may hold what
-    holds them."""
     import torch
 
-    for name, one in held.items():
-        if isinstance(one, torch.Tensor):
-            yield f"{path}.{name}", one
-        elif isinstance(one, (Mapping, torch.distributions.Distribution)):
-            yield from _held_tensors(one if isinstance(one, Mapping) else vars(one), f"{path}.{name}")
+    met = {} if met is None else met
+    inside: list[tuple[str, Any]] = []
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type) and not isinstance(tree, Mapping):
+        inside = [(f".{item.name}", getattr(tree, item.name)) for item in dataclasses.fields(tree)]
+    elif isinstance(tree, Mapping):
+        inside = [(f".{key}", value) for key, value in tree.items()]
+    elif isinstance(tree, (list, tuple)):
+        inside = [(f"[{index}]", value) for index, value in enumerate(tree)]
+    else:
+        held = _held(tree, caches) if id(tree) not in met else {}
+        met[id(tree)] = tree
+        every = leaves(held, path, caches=caches, met=met)
+        found = [(place, leaf) for place, leaf in every if isinstance(leaf, torch.Tensor) or _is_array(leaf)]
+        yield from found or [(path or "output", tree)]
+        return
+    if id(tree) not in met:
+        met[id(tree)] = tree
+        for place, value in inside:
+            yield from leaves(value, path + place, caches=caches, met=met)
+        del met[id(tree)]
+
+
+def _held(owner: Any, caches: bool) -> dict[str, Any]:
+    """What an object holds that may hold tensors."""
+    import torch
+
+    closed = isinstance(owner, (type, torch.nn.Module, torch.Tensor, ModuleType))
+    closed = closed or (not caches and type(owner).__module__.startswith("transformers."))
+    return {} if closed else dict(getattr(owner, "__dict__", {}))
+
+
+def _is_array(value: Any) -> bool:
+    return is_numbers(value) and value.ndim > 0
 
 
 def is_numbers(value: Any) -> bool:
@@ -102,7 +115,7 @@ def rows_of(batch: Any) -> int:
 
 def again(batch: Any) -> Any:
     """The same leaves in containers of their own: whoever is given a batch may take out of it what it needs."""
-    return map_tensors(lambda tensor: tensor, batch)
+    return map_tensors(lambda tensor: tensor, batch, caches=True)
 
 
 def device_of(model: Any, batch: Any) -> str:
@@ -140,71 +153,73 @@ def fresh(batch: Any) -> Any:
             return leaf.copy()
         return leaf.clone_state() if isinstance(leaf, torch.Generator) else leaf.clone()
 
-    return map_tensors(own, batch, (torch.Tensor, torch.Generator, numpy.ndarray))
+    return map_tensors(own, batch, (torch.Tensor, torch.Generator, numpy.ndarray), caches=True)
 
 
-def map_tensors(change: Any, tree: Any, kinds: Any = None) -> Any:
+def map_tensors(change: Any, tree: Any, kinds: Any = None, *, caches: bool = False, met: Any = None) -> Any:
     """A copy of a tree with every tensor changed, or all that is of other `kinds`: in sequences, mappings, dataclasses,
-    what torch knows as a tree, and the attributes of other objects, such as a distribution."""
+    what torch knows as a tree, and what other objects hold, such as a distribution. A cache of transformers is left
+    alone unless `caches` is set.
+
+    `met` has how often something was changed, and what became of other objects: they may hold one another."""
     import copy  # in the body: this source is copied into optimized.py
     import dataclasses
     from collections.abc import MutableMapping
 
     import torch
 
-    kinds = kinds or torch.Tensor
+    def inner(item: Any) -> Any:
+        return map_tensors(change, item, kinds, caches=caches, met=met)
+
+    kinds, met = kinds or torch.Tensor, met or {"changed": 0}
     if isinstance(tree, kinds):
+        met["changed"] += 1
         return change(tree)
     if tree is None or isinstance(tree, (str, int, float, torch.Size)):
         return tree
     if type(tree) in (tuple, list):  # the common branches first, without the cost of a general tree
-        return type(tree)(map_tensors(change, item, kinds) for item in tree)
+        return type(tree)(map(inner, tree))
     if type(tree) is dict:
-        return {key: map_tensors(change, item, kinds) for key, item in tree.items()}
+        return {key: inner(item) for key, item in tree.items()}
+    if id(tree) in met:
+        was, changed = met[id(tree)]
+        met["changed"] += changed is not was
+        return changed
     if dataclasses.is_dataclass(tree) and not isinstance(tree, (type, dict)):  # torch knows only registered ones
         changed = copy.copy(tree)
+        met[id(tree)] = tree, changed
         for item in dataclasses.fields(tree):
-            object.__setattr__(changed, item.name, map_tensors(change, getattr(tree, item.name), kinds))
+            object.__setattr__(changed, item.name, inner(getattr(tree, item.name)))
+        del met[id(tree)]
         return changed
 
     def inside(item: Any) -> Any:
         if item is not tree:
-            return map_tensors(change, item, kinds)
+            return inner(item)
         changed: Any = tree  # of a type that torch does not know
         if isinstance(tree, MutableMapping):  # such as what transformers' tokenizers return
             changed = copy.copy(tree)
             held = getattr(changed, "__dict__", {})  # it may lie in a mapping of its own, which the copy shares
             held.update({name: copy.copy(one) for name, one in held.items() if isinstance(one, MutableMapping)})
             for key, value in tree.items():
-                changed[key] = map_tensors(change, value, kinds)
+                changed[key] = inner(value)
         elif isinstance(tree, (tuple, list)):
-            items = [map_tensors(change, one, kinds) for one in tree]
+            items = [*map(inner, tree)]
             if isinstance(tree, list):
                 changed = copy.copy(tree)
                 changed[:] = items
             elif any(new is not old for new, old in zip(items, tree, strict=True)):  # no type of Python's own
                 changed = tuple.__new__(type(tree), items)
                 getattr(changed, "__dict__", {}).update(getattr(tree, "__dict__", {}))
-        elif not isinstance(tree, (type, torch.nn.Module)):
-            found = False
-
-            def renewed(held: Any) -> Any:  # of other objects in it only distributions: others may hold what holds them
-                nonlocal found
-                copied = copy.copy(held)
-                for name, one in held.items():
-                    if isinstance(one, kinds):
-                        copied[name], found = change(one), True
-                    elif isinstance(one, MutableMapping):
-                        copied[name] = renewed(one)
-                    elif isinstance(one, torch.distributions.Distribution):
-                        copied[name] = copy.copy(one)
-                        vars(copied[name]).update(renewed(vars(one)))
-                return copied
-
-            attributes = renewed(getattr(tree, "__dict__", {}))
-            if found:
+        elif not isinstance(tree, (type, torch.nn.Module, type(torch))) and (
+            caches or not type(tree).__module__.startswith("transformers.")
+        ):
+            met[id(tree)], before = (tree, tree), met["changed"]
+            held = {name: inner(one) for name, one in getattr(tree, "__dict__", {}).items()}
+            if met["changed"] > before:
                 changed = copy.copy(tree)
-                vars(changed).update(attributes)
+                vars(changed).update(held)
+                met[id(tree)] = tree, changed
         return changed
 
     return torch.utils._pytree.tree_map(inside, tree, is_leaf=lambda item: item is not tree)
