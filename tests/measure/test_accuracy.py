@@ -2,10 +2,11 @@
 
 import itertools
 import math
+import random
 from collections import OrderedDict
 from dataclasses import dataclass
-
 from types import SimpleNamespace
+
 import numpy
 import pytest
 import torch
@@ -179,7 +180,6 @@ def test_odd_containers_give_their_tensors() -> None:
     assert set(outputs_of(tree)) == {".a", ".b[0].c", ".b[2]"}
     assert set(outputs_of([numpy.ones(2), numpy.array(["a name"]), numpy.float32(1)])) == {"[0]", "[2]"}
     assert outputs_of(numpy.arange(3)[::-1])["output"].tolist() == [2, 1, 0]
-
     assert outputs_of((1 + 2j, torch.ones(1).to(torch.complex64)))["[0]"].item() == 1 + 2j
     assert outputs_of(torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8))["output"].tolist() == [1, 1]
 
@@ -189,6 +189,7 @@ def test_all_that_an_object_holds_is_judged() -> None:
     boxes = SimpleNamespace(tensor=torch.ones(2, 4))
     found = SimpleNamespace(fields={"boxes": boxes}, levels=[torch.ones(1)], picture=numpy.ones((2, 2)), seconds=0.1)
     assert set(outputs_of([found])) == {"[0].fields.boxes.tensor", "[0].levels[0]", "[0].picture"}
+
 
 def test_a_model_that_writes_into_its_input_has_a_reference_and_no_noise(tmp_path):
     batch = torch.ones(2, 3)
@@ -263,6 +264,24 @@ def test_a_model_that_draws_has_a_reference_of_the_same_draws(tmp_path):
 def seeds_itself(x):
     torch.manual_seed(42)
     return x + torch.randn(x.shape, dtype=x.dtype)
+
+
+def draws_from_numpy(x):
+    return x + torch.from_numpy(numpy.random.standard_normal(x.shape)).to(x.dtype)
+
+
+def draws_from_python(x):
+    return x * random.random()
+
+
+@pytest.mark.parametrize("draw", [draws_from_numpy, draws_from_python])
+def test_other_generators_than_torchs_are_seeded_for_each_answer(draw, tmp_path):
+    """Otherwise each answer would be compared with another draw, and that distance allowed on top of the limit."""
+    workload = Workload(torch.nn.Linear(8, 8), [torch.rand(4, 8)] * 2, call=lambda model, x: draw(model(x)))
+    written = write_reference(workload, str(tmp_path / "reference"))
+    assert (written.dtype, written.why) == ("float32", "it draws random numbers, and would draw others in float64")
+    first, second = read_reference(str(tmp_path / "reference"))
+    assert torch.equal(first["output"], second["output"])
 
 
 def has_a_generator(x):

@@ -31,6 +31,7 @@ from fettle.measure._state import (
     prepared,
     rebase,
     rotation,
+    seed_all,
     settled,
     take_slice,
 )
@@ -133,7 +134,7 @@ def _prepared_in_two(state: State, request: messages.Prepare) -> Generator[Any, 
         first_call_s, judged = 0.0, []
         for index, batch in enumerate(batches):
             grown = _own_generators(repeat_rows(batch, request.factor, rows))
-            torch.manual_seed(0)
+            seed_all(0)
             started = time.perf_counter()
             output = call(run, grown)
             locate_by(state, output)
@@ -215,7 +216,7 @@ def check_inputs(workload: Any) -> None:
         raise UsageError("the model is on the meta device, where weights have no values: load them before it is tuned")
 
     def once() -> None:
-        torch.manual_seed(0)
+        seed_all(0)
         with state_kept(workload.model):  # a model may write into what it is given
             workload.run(workload.model, fresh(workload.inputs[0]))
 

@@ -9,16 +9,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import random
 import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import torch
 
 from fettle.errors import UsageError, first_line
 from fettle.files import plain, whole
 from fettle.measure._accuracy import Outputs, compare, outputs_of, user_metric, worst
+from fettle.measure._state import seed_all
 from fettle.measure.messages import Reference
 from fettle.procs.limits import granted_memory_bytes
 from fettle.techniques import state_kept, to_eval
@@ -114,20 +117,20 @@ class _Runs:
         alone = derived_check and not workload.check_inputs
         self.notes = [_ONE_BATCH.format(why="nothing in it could be in another order")] if alone else []
         self.draws = False
-        """Whether a batch has changed the state of torch's generators."""
+        """Whether a batch has changed the state of a generator."""
         self.not_compared: set[str] = set()
         self.ended: dict[int, list[torch.Tensor]] = {}
         """The generators' states after the last batch, by the seed before it."""
 
     @property
     def seeds_itself(self) -> bool:
-        return len(self.ended) > 1 and all(map(torch.equal, self.ended[0], self.ended[1]))
+        return len(self.ended) > 1 and any(map(torch.equal, self.ended[0], self.ended[1]))
 
     def outputs(self, seed: int = 0, cast: Callable[[Any], Any] = lambda batch: batch) -> list[Outputs]:
         answers: list[Outputs] = []
         with state_kept(self.workload.model):
             for number, batch in enumerate(list(self.batches), 1):
-                torch.manual_seed(seed)
+                seed_all(seed)
                 seeded = _random_states()
                 try:
                     answers.append(self._outputs_of(batch, cast))
@@ -223,9 +226,11 @@ def _distance(outputs: list[Outputs], reference: list[Outputs]) -> float:
 
 
 def _random_states() -> list[torch.Tensor]:
-    """The states of torch's generators."""
+    """The states of torch's, NumPy's and Python's own generators."""
+    state: Any = numpy.random.get_state()
+    others = [torch.tensor([*state[1].tolist(), state[2]]), torch.tensor(random.getstate()[1])]
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    return [torch.random.get_rng_state(), *on_gpus]
+    return [torch.random.get_rng_state(), *on_gpus, *others]
 
 
 def _shapes(answers: list[Outputs]) -> list[dict[str, torch.Size]]:
