@@ -266,7 +266,9 @@ def _forward_facts(workload: Workload) -> dict[str, Any]:
                 return answer
 
             before = buffers_of(module)
-            with watch, fed_alike(module) as alike:
+            # In train mode a call may change the next one's answers.
+            as_found = state_kept if training else contextlib.nullcontext
+            with watch, fed_alike(module) as alike, as_found(module):
                 given = outputs()
             try:
                 flatten((spread(workload.inputs[0]), given))
@@ -275,7 +277,8 @@ def _forward_facts(workload: Workload) -> dict[str, Any]:
             floating = (tensor.dtype for tensor in tensors(given) if tensor.is_floating_point())
             kinds = dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in floating)
             if training and (before or not differs):  # the user's own layers may ask for `self.training`
-                noise = _distance(given, outputs())
+                with state_kept(module):
+                    noise = _distance(given, outputs())
                 module.eval()
                 before = buffers_of(module)
                 differs = _distance(given, outputs()) > 4 * noise + 1e-6 or differs
@@ -355,9 +358,10 @@ def _distance(one: Any, other: Any) -> float:
     for a, b in zip(tensors(one), tensors(other), strict=False):
         if a.shape != b.shape:
             return float("inf")
-        if a.is_floating_point() and a.numel():
-            scale = float(a.double().norm()) or 1.0
-            worst = max(worst, float((a.double() - b.double()).norm()) / scale)
+        if (a.is_floating_point() or a.is_complex()) and a.numel():
+            wide = torch.complex128 if a.is_complex() else torch.float64
+            scale = float(a.to(wide).norm()) or 1.0
+            worst = max(worst, float((a.to(wide) - b.to(wide)).norm()) / scale)
     return worst
 
 
