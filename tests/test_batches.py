@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fettle.batches import FROM_LOADER, read_batches
+from fettle.batches import FROM_LOADER, misread, read_batches
 from fettle.errors import UsageError
 
 X = torch.ones(3, 4)
@@ -91,6 +91,12 @@ def test_what_is_ambiguous_is_asked_for_in_both_spellings(inputs: object, model:
         read_batches(inputs, model)
     assert all(spelling in str(asked.value) for spelling in spellings), str(asked.value)
     assert "\n" not in str(asked.value)
+
+
+def test_a_list_of_dicts_with_names_that_the_model_has_not_is_asked_for_once_it_was_refused() -> None:
+    assert read_batches([{"pixels": X}], Named()).items == [{"pixels": X}]  # a hook may rename it
+    assert "inputs=[(batch,) for batch in inputs]" in misread({"pixels": X}, Named())
+    assert misread({"input_ids": X}, Named()) == misread({"pixels": X}, lambda **rest: rest) == ""
 
 
 def test_the_spellings_that_are_shown_are_taken() -> None:

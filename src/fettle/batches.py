@@ -59,13 +59,16 @@ def read_batches(inputs: Any, model: Any = None, call: Callable[..., Any] | None
     return Batches([batch], _describe([batch]))
 
 
-def too_many(batch: Any, model: Any, call: Callable[..., Any] | None = None) -> str:
-    """Where a batch in a list has more entries than the model takes arguments: how else the list may be written; else
-    empty. Asked only after the model has refused the batch, for hooks may turn it into what the model takes."""
+def misread(batch: Any, model: Any, call: Callable[..., Any] | None = None) -> str:
+    """Where a batch in a list has more entries than the model takes arguments, or other names: how else the list may be
+    written; else empty. Asked only after the model has refused the batch, for hooks may turn it into what it takes."""
     takes = _Signature.of(model, call)
-    if takes is None or takes.most is None or not _is_arguments(batch) or len(batch) <= takes.most:
+    if takes is None:
         return ""
-    return _entries(batch, takes, "", "inputs")
+    if _is_keywords(batch):
+        return _odd_names(batch, takes, "each batch is", "[(batch,) for batch in inputs]", "batches")
+    many = takes.most is not None and _is_arguments(batch) and len(batch) > takes.most
+    return _entries(batch, takes, "", "inputs") if many else ""
 
 
 @dataclass(frozen=True)
@@ -123,12 +126,19 @@ def _check_one(batch: Any, takes: _Signature | None) -> None:
             f"inputs=[{_letters(len(batch))}] for {len(batch)} batches of one argument, or "
             f"inputs=[(({_letters(len(batch))}),)] for one batch whose one argument is the tuple"
         )
-    if _is_keywords(batch) and takes.names is not None and not batch.keys() <= takes.names:
-        odd = ", ".join(sorted(batch.keys() - takes.names))
-        raise UsageError(
-            f"the inputs are a dict with {odd}, which is not an argument of the model, called {takes.name}: "
-            "write inputs=[(batch,)] for one batch whose one argument is the dict, or use the names of its arguments"
-        )
+    if _is_keywords(batch) and (why := _odd_names(batch, takes, "the inputs are", "[(batch,)]", "one batch")):
+        raise UsageError(why)
+
+
+def _odd_names(batch: Any, takes: _Signature, whose: str, spelled: str, what: str) -> str:
+    """What to write where keyword arguments have other names than the model's; empty where they have not."""
+    if takes.names is None or batch.keys() <= takes.names:
+        return ""
+    return (
+        f"{whose} a dict with {', '.join(sorted(batch.keys() - takes.names))}, which is not an argument of the model, "
+        f"called {takes.name}: write inputs={spelled} for {what} whose one argument is the dict, or use the names of "
+        "its arguments"
+    )
 
 
 def _check_list(items: Sequence[Any], takes: _Signature | None) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 import torch
 
-from fettle.batches import too_many
+from fettle.batches import misread
 from fettle.errors import UsageError, first_line, place
 from fettle.generate import GenerationWorkload, brief
 from fettle.measure import _generation, _meters, messages
@@ -229,8 +229,8 @@ def check_inputs(workload: Any) -> None:
                 f"the model computes gradients in its own call{place(error)}, and is called without them here: let it "
                 "do so under torch.enable_grad()"
             ) from error
-        misread = too_many(workload.inputs[0], model, workload.call) if isinstance(error, TypeError) else ""
-        why = misread or f"{first_line(error)}{place(error)}"
+        asked = misread(workload.inputs[0], model, workload.call) if isinstance(error, TypeError) else ""
+        why = asked or f"{first_line(error)}{place(error)}"
         raise UsageError(f"the model does not take the inputs: {why}") from error
 
 

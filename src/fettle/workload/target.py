@@ -234,7 +234,18 @@ def _executed(file: str, under_its_name: bool) -> types.ModuleType:
         raise UsageError(f"cannot read {file} as a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickling inside the file look it up there
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        if "relative import" not in str(error):
+            raise
+        folder, names = Path(file).parent, [Path(file).stem]
+        while len(names) == 1 or (folder / "__init__.py").is_file():
+            folder, names = folder.parent, [folder.name, *names]
+        raise UsageError(
+            f"{file} imports relative to its package: name it as a module, {'.'.join(names)}:factory, and start fettle "
+            f"in {folder}"
+        ) from error
     return module
 
 
