@@ -104,8 +104,7 @@ def comm(traces: list[Trace]) -> Answer:
         }
     else:
         notes["stragglers"] = "unknown: one rank only; give a folder of ranks"
-    by_rank = collectives.group_by("rank", "collective", maintain_order=True).agg(pl.col("sum_ns").sum())
-    by_rank = by_rank.with_columns(who=pl.format("rank {}: {}", "rank", "collective"))
+    by_rank = collectives.with_columns(who=pl.format("rank {}: {}", "rank", "collective"))
     return Answer(frames, notes, lambda charts: charts.bar_chart(by_rank, "who", "sum_ns"))
 
 

@@ -27,8 +27,7 @@ def operators(traces: list[Trace]) -> Answer:
         if work[column].null_count() < work.height:
             frames[column] = work_by(work, column)
     cost = "device_ns" if any(t.device_keys for t in traces) else "self_ns"
-    by_name = table.group_by("operator", maintain_order=True).agg(pl.col(cost).sum())
-    return Answer(frames, chart=lambda charts: charts.bar_chart(by_name, "operator", cost), long=lambda: {"work": work})
+    return Answer(frames, chart=lambda charts: charts.bar_chart(table, "operator", cost), long=lambda: {"work": work})
 
 
 @question

@@ -28,8 +28,7 @@ def kernels(traces: list[Trace]) -> Section | None:
     section = Section("Which kernels took the time?", "Statistics are over launches. Short: under 10 microseconds.")
     # One bar a function; its template instances are rows of the table.
     short = frame.with_columns(function=pl.Series([short_kernel_name(n) for n in frame["name"]], dtype=pl.String()))
-    by_name = short.group_by("function", "class").agg(pl.col("sum_ns").sum())
-    section.chart("Longest kernels, by function", charts.bar_chart(by_name, "function", "sum_ns", color="class"))
+    section.chart("Longest kernels, by function", charts.bar_chart(short, "function", "sum_ns", color="class"))
     classes = joined(traces, kernel_classes)
     together = classes.with_columns(where=charts.PLACE, ms=pl.col("time_ns") / 1e6)
     section.chart("What ran together", charts.stacked(together, "where", "classes", "ms"))

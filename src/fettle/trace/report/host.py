@@ -33,8 +33,7 @@ def operators(traces: list[Trace]) -> Section | None:
         "Self time is an operator's own, without what it calls. "
         + ("Device time is of the kernels that it launched itself." if device else ""),
     )
-    by_name = table.group_by("operator").agg(pl.col(cost).sum())
-    section.chart(f"{'Device' if device else 'Self'} time by operator", charts.bar_chart(by_name, "operator", cost))
+    section.chart(f"{'Device' if device else 'Self'} time by operator", charts.bar_chart(table, "operator", cost))
     flame = call_blocks(traces, device)
     if flame.height:
         caption = f"Calls merged by path, as wide as their {'device' if device else 'host'} time"
@@ -77,8 +76,8 @@ def host(traces: list[Trace]) -> Section:
     if together.height:
         at_once = pl.format("{} at once", "threads")
         label = pl.when(pl.col("threads") == 0).then(pl.lit("no thread in an operator")).otherwise(at_once)
-        shown = together.group_by(label.alias("label")).agg(pl.col("time_ns").sum())
-        section.chart("Threads inside operators", charts.bar_chart(shown, "label", "time_ns"))
+        shown = charts.bar_chart(together.with_columns(label=label), "label", "time_ns")
+        section.chart("Threads inside operators", shown)
     sizes = joined(traces, host_side.operator_sizes)
     if sizes.height:
         summed = sizes.group_by("power").agg(pl.col("count", "time_ns").sum()).sort("power")
