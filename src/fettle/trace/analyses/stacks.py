@@ -24,7 +24,6 @@ from fettle.trace.ordering import in_groups, order_by
 # Outer to inner, for events with the same start and length.
 _NESTING = {Kind.ANNOTATION: 0, Kind.PYTHON: 1, Kind.OPERATOR: 2, Kind.RUNTIME: 3, Kind.OVERHEAD: 4}
 _GIVE_WAY = ("operator", "python", "runtime_call", "host_untraced")
-Segments = tuple[Ints, Ints, Ints, Ints]  # thread, start, end, row
 LONG_COPY_NS = 20_000
 ROUNDED_NS = 1_000
 ENTERING_EVENTS = 64  # functions and their calls on the way into a range
@@ -110,7 +109,11 @@ def host_stacks(trace: Trace) -> HostStacks:
             begin[moved] = to
             rows = _outer_first(trace, rows, begin)
     parent, depth = np.full(count, -1, dtype=np.int64), np.zeros(count, dtype=np.int64)
-    segments, cut = _nest(trace, rows, begin, parent, depth)
+    start, end, on = begin[rows], trace.end[rows], thread[rows].astype(np.int64)
+    above = _parents(start, end, on)
+    cut = _cut_overlaps(start, end, on, above)
+    depth[rows], segments = _sweep(start, end, above, on, rows)
+    parent[rows] = np.append(rows, -1)[above]
     partial = HostStacks(parent, depth, np.zeros(0, np.uint8), rows, *segments, cut)
     instants = all_rows[~lasting]
     if len(instants):
@@ -161,17 +164,6 @@ def _begin_after_rounding(trace: Trace, rows: Ints) -> tuple[Ints, Ints]:
         begin[some + back] = np.maximum(begin[some + back], end[some])
     moved = np.flatnonzero(begin > start)
     return rows[moved], begin[moved]
-
-
-def _nest(trace: Trace, rows: Ints, begin: Ints, parent_by_row: Ints, depth_by_row: Ints) -> tuple[Segments, int]:
-    """Fill in parents and depths; returns the segments' columns, and how many events were cut."""
-    start, end, thread = begin[rows], trace.end[rows], trace.column("thread")[rows].astype(np.int64)
-    parent = _parents(start, end, thread)
-    cut = _cut_overlaps(start, end, thread, parent)
-    depth_by_row[rows], segments = _sweep(start, end, parent, thread, rows)
-    inner = np.flatnonzero(parent >= 0)
-    parent_by_row[rows[inner]] = rows[parent[inner]]
-    return segments, cut
 
 
 def _outer_first(trace: Trace, rows: Ints, begin: Ints) -> Ints:
