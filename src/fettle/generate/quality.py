@@ -58,20 +58,20 @@ class Piece:
 
 @dataclass(frozen=True)
 class Closeness:
-    """A recipe beside the reference. Divergences and losses in nats per token."""
+    """A recipe beside the reference. Divergences and losses in nats per token; NaN where there is a problem."""
 
-    kl: float
+    kl: float = math.nan
     """Mean Kullback-Leibler divergence of the recipe's distribution from the reference's."""
-    worst_kl: float
+    worst_kl: float = math.nan
     """The largest of any token."""
-    agreement: float
+    agreement: float = math.nan
     """Share of tokens with the same likeliest one."""
-    perplexity: float
+    perplexity: float = math.nan
     """Of the recipe, on the workload's texts, or else on the reference's words."""
-    ratio: float
+    ratio: float = math.nan
     """Its perplexity over the reference's,"""
-    low: float
-    high: float
+    low: float = math.nan
+    high: float = math.nan
     """with its interval."""
     problem: str = ""
 
@@ -200,9 +200,10 @@ def closeness(pieces: Sequence[Piece], scores: Sequence[torch.Tensor]) -> Closen
     texts = any(piece.is_text for piece in pieces)
     for piece, raw in zip(pieces, scores, strict=True):
         if raw.shape != piece.log_p.shape:
-            return _failed(f"its scores have the shape {list(raw.shape)}, the reference's {list(piece.log_p.shape)}")
+            shapes = f"{list(raw.shape)}, the reference's {list(piece.log_p.shape)}"
+            return Closeness(problem=f"its scores have the shape {shapes}")
         if bool((~raw.isfinite() & piece.log_p.isfinite()).any()):
-            return _failed("its scores have values that are NaN or infinite")
+            return Closeness(problem="its scores have values that are NaN or infinite")
         log_q, log_p = raw.log_softmax(-1), piece.log_p
         terms = log_p.exp() * (log_p - log_q)
         divergences.append(torch.where(log_p.isinf(), 0.0, terms).sum(-1).flatten())
@@ -257,8 +258,3 @@ def _blocks(differences: torch.Tensor) -> list[float]:
         parts = row.split(_BLOCK)
         found += [part.mean().item() for part in parts if len(part) * 2 >= min(_BLOCK, len(row))]
     return found
-
-
-def _failed(problem: str) -> Closeness:
-    nan = math.nan
-    return Closeness(nan, nan, nan, nan, nan, nan, nan, problem)
