@@ -18,6 +18,7 @@ CANNOT_TELL = 3
 
 
 def command(
+    ctx: typer.Context,
     target: _options.Target,
     recipe: Annotated[
         list[str] | None, typer.Option(help="'TECHNIQUE=LEVEL ...', 'baseline', or a recipe.toml. May be repeated")
@@ -71,18 +72,21 @@ def command(
     fettle bench model.py --against-python old-venv/bin/python
     fettle bench model.py --bisect v1.2..HEAD --fail-slower 5%
     """
-    if against or against_python or bisect:
-        if recipe or max_error is not None or max_metric_drop is not None:
-            raise UsageError("--recipe, --max-error and --max-metric-drop are for recipes: revisions run as they are")
+    is_gate = bool(against or against_python or bisect)
+    gates = ("--fail-slower", "--fail-memory", "--processes", "--link", "--output", "--markdown", "--same-environment")
+    _options.check_given(
+        ctx,
+        (is_gate, ("--recipe", "--max-error", "--max-metric-drop"), "for recipes: revisions run as they are"),
+        (not is_gate, gates, "for a gate: name what to compare with, --against REVISION"),
+        (bool(bisect), ("--fail-memory", "--processes"), "for --against: --bisect looks for what made it slower"),
+    )
+    if is_gate:
         if nproc != 1:
             raise UsageError("--nproc is for recipes: revisions run as one process")
         if bisect and (against or against_python):
             raise UsageError("--bisect compares the commits of GOOD..BAD: leave --against and --against-python out")
         if as_json and as_markdown:
             raise UsageError("choose --json or --markdown")
-        if bisect and (fail_memory is not None or processes is not None):
-            name = "--processes" if fail_memory is None else "--fail-memory"
-            raise UsageError(f"--bisect looks for what made it slower: {name} is for --against")
         if not (against or bisect) and (link or same_environment):
             raise UsageError("--link and --same-environment are for another revision: name it with --against")
         from fettle.gate import Settings
@@ -98,13 +102,6 @@ def command(
         else:
             _gate(target, against, against_python, settings, as_json, as_markdown)
         return
-    of_gate = {
-        "--fail-slower": fail_slower, "--fail-memory": fail_memory, "--processes": processes, "--link": link,
-        "--output": output, "--markdown": as_markdown or None, "--same-environment": same_environment or None,
-    }  # fmt: skip
-    for name, value in of_gate.items():
-        if value is not None:
-            raise UsageError(f"{name} is for a gate: name what to compare with, --against REVISION")
     from fettle.comparing import bench, comparison_json
     from fettle.report import progress
     from fettle.result import limits_given
