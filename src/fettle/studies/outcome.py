@@ -76,12 +76,6 @@ class Measured:
     """The level of its trials' intervals."""
 
 
-def table_for(workloads: Sequence[Workload], arguments: Mapping[str, Sequence[str]]) -> Table | None:
-    """One table of all that was measured, `arguments` the factors outside of the recipe; None where nothing was."""
-    measured = [one for workload in workloads if workload.failure or workload.known for one in _measured(workload)]
-    return table_of(measured, arguments) if measured else None
-
-
 def table_of(measured: Sequence[Measured], arguments: Mapping[str, Sequence[str]]) -> Table:
     """What several sessions measured; `arguments` are the factors outside of the recipe, with their levels, and where
     kinds of machines differ, those are the levels of one more.
@@ -137,7 +131,7 @@ def _row(
     return Experiment(levels, values, one.group, errors, reason, rounds, one.machine, host)
 
 
-def _measured(workload: Workload) -> list[Measured]:
+def measured_by(workload: Workload) -> list[Measured]:
     """What was measured of a workload: here, and where other kinds of machines share the study, on each of them."""
     if workload.failure:
         return [Measured(workload.group, workload.arguments, {}, [Trial(Recipe(), "failed", reason=workload.failure)])]

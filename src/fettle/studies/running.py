@@ -23,7 +23,7 @@ from fettle.studies import designs
 from fettle.studies.batches import about_tries, grown
 from fettle.studies.designs import Part, Plan
 from fettle.studies.orders import agree, announce
-from fettle.studies.outcome import Done, rungs_of, table_for
+from fettle.studies.outcome import Done, measured_by, rungs_of, table_of
 from fettle.studies.settings import Settings
 from fettle.studies.sharing import measure_shares, one_at_a_time, shares
 from fettle.studies.workloads import PlanProgress, Workload, differences, open_workload, workloads_of
@@ -88,11 +88,11 @@ def study(targets: Sequence[str], settings: Settings, on_progress: OnProgress, *
         *(n for w in workloads for n in w.session.notes),
         *(n for w in workloads if w.known and not w.failure for n in shares(w.name, w.session.study.workers())),
     )
-    table = table_for(workloads, settings.arguments)
-    if table is None:
+    measured = [one for workload in workloads if workload.failure or workload.known for one in measured_by(workload)]
+    if not measured:
         raise KeyboardInterrupt
     return Done(
-        settings.design, table,
+        settings.design, table_of(measured, settings.arguments),
         {workload.name: rungs_of(workload) for workload in workloads if workload.steps},
         machine, time.monotonic() - began, interrupted, notes,
     )  # fmt: skip
