@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
 from typing import Literal
 
 import numpy as np
@@ -61,14 +60,7 @@ class Effect:
 
 def effects(model: Model) -> list[Effect]:
     """Main effects, then two-way interactions. Those of factors in `Model.apart` alone have no interval."""
-    mains: list[Term] = [((name, level),) for name, levels in model.levels.items() for level in levels[1:]]
-    pairs: list[Term] = [
-        ((a, one), (b, two))
-        for a, b in combinations(model.levels, 2)
-        for one in model.levels[a][1:]
-        for two in model.levels[b][1:]
-    ]
-    gains = {term: model.main(term[0]) for term in mains} | {term: model.gain({term: 1.0}) for term in pairs}
+    gains = {term: model.main(term[0]) if len(term) == 1 else model.gain({term: 1.0}) for term in model.terms}
     for term, gain in gains.items():
         if gain is not None and all(name in model.apart for name, _ in term):
             gains[term] = replace(gain, error=math.inf)

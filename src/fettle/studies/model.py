@@ -75,6 +75,9 @@ class Model:
     levels: Mapping[str, tuple[str, ...]]
     """The factors that vary, with the levels that were seen; the first stands for `given`."""
     rows: Sequence[Experiment]
+    terms: Sequence[Term]
+    """Every level but the first of each factor, then every two of different factors: those in `columns`, the others
+    in `left_out`."""
     columns: Sequence[Term]
     left_out: Mapping[Term, str]
     """Why the experiments cannot tell an effect."""
@@ -197,8 +200,9 @@ def fit(table: Table, group: str, response: Response, first: Collection[str] = (
     freedom = float(len(rows) - x.shape[1])
     covariance, left = _covariance(results, x, measured, freedom)
     return Model(
-        response, levels, rows, tuple(chosen.values), chosen.left_out, table.apart, x, y, results, covariance, left
-    )
+        response, levels, rows, tuple(filter(None, columns)), tuple(chosen.values), chosen.left_out, table.apart, x, y,
+        results, covariance, left,
+    )  # fmt: skip
 
 
 class _Columns:
