@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -64,18 +63,15 @@ def add(
 @contextmanager
 def _locked(atlas: Path) -> Iterator[None]:
     """Whoever else adds to it waits: of two that read the same rows, one's would be lost."""
-    import fcntl
-
     from fettle.errors import refusing
+    from fettle.journal import locked
 
     target = atlas.resolve()
     path = target.with_name(f".{target.name}.lock")
     with refusing(f"cannot write {path}:", OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = path.open("a")
-    with lock:
-        with contextlib.suppress(OSError):  # not every file system has locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        lock = locked(path, wait=True)
+    with open(lock):
         yield
 
 
