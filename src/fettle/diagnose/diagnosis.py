@@ -145,18 +145,14 @@ def diagnose(
 
 def diagnosis_json(diagnosis: Diagnosis) -> dict[str, Any]:
     """As plain data; NaN becomes None."""
-    data: dict[str, Any] = {
-        "name": diagnosis.name,
-        "verdict": diagnosis.verdict,
-        "machine": diagnosis.machine,
-        "wall_s": plain(diagnosis.wall_s),
-        "budget": dict(diagnosis.budget),
-        "findings": [{**plain(item), "speedup_at_most": item.speedup} for item in diagnosis.findings],
-        "opportunities": [{**plain(item), "speedup_at_most": item.speedup} for item in diagnosis.opportunities],
-        "notes": list(diagnosis.notes),
-        "recordings": [{**plain(item), "slowdown": item.cost.slowdown} for item in diagnosis.recordings],
+    told: dict[type, Callable[[Any], Any]] = {
+        Finding: lambda item: {**plain(item), "speedup_at_most": item.speedup},
+        Recording: lambda item: {**plain(item), "slowdown": item.cost.slowdown},
     }
-    if diagnosis.evidence is not None:
+    data: dict[str, Any] = {"verdict": diagnosis.verdict, **plain(diagnosis, told)}
+    if diagnosis.evidence is None:
+        del data["evidence"]
+    else:
         roofs = diagnosis.roofline
         data["roofline"] = roofs and {
             "mfu": plain(roofs.mfu),
@@ -171,7 +167,6 @@ def diagnosis_json(diagnosis: Diagnosis) -> dict[str, Any]:
             for name, calls, seconds, share, held in parts_lines(diagnosis.evidence.facts)
         ]
         data["is_quiet"], data["load"] = diagnosis.evidence.load.is_quiet, plain(diagnosis.evidence.load)
-        data["evidence"] = plain(diagnosis.evidence)
     return data
 
 

@@ -95,16 +95,5 @@ def _sides(ground: Ground, against: str, against_python: str, stack: contextlib.
 
 def gate_json(result: Gate) -> dict[str, Any]:
     """A gate as plain data."""
-    return {
-        "name": result.name,
-        "old": result.old,
-        "new": result.new,
-        "verdict": result.verdict,
-        "reason": result.reason,
-        "judged": plain(list(result.judged)),
-        "settled_by": result.settled_by,
-        "notes": list(result.notes),
-        "seconds": round(result.seconds, 1),
-        "machine": plain(result.machine),
-        "trials": [trial.to_json() for trial in result.trials],
-    }
+    told = plain(result, {Trial: Trial.to_json})
+    return {"verdict": result.verdict, "settled_by": result.settled_by, **told, "seconds": round(result.seconds, 1)}
