@@ -156,13 +156,12 @@ def _figure(name: str, key: tuple[str, str], entries: Sequence[Entry]) -> Figure
     ]  # fmt: skip
     if not rows:
         return None
-    words_of = ["within", "fast", "cannot tell", "worse", "slow"]
-    words_of = [word for word in words_of if any(row["verdict"] == word for row in rows)]
-    tones = {"cannot tell": theme.QUIET, "worse": theme.WARN, "slow": theme.WARN}
-    colours = alt.Scale(domain=words_of, range=[tones.get(word, theme.ACCENT) for word in words_of])
+    usual = dict.fromkeys(("within", "fast"), theme.ACCENT)
+    tones = {**usual, "cannot tell": theme.QUIET, "worse": theme.WARN, "slow": theme.WARN}
+    seen = {row["verdict"] for row in rows}
     base = alt.Chart(theme.data(rows)).encode(
         x=alt.X("order:O", sort=None, title=None, axis=alt.Axis(labelAngle=-40, labelLimit=120)),
-        color=alt.Color("verdict:N", scale=colours, title=None),
+        color=theme.coloured("verdict", {word: tone for word, tone in tones.items() if word in seen}),
         tooltip=["new:N", "old:N", "change:Q", "low:Q", "high:Q", "verdict:N", "when:N"],
     )
     title = "time against the old code, %"

@@ -7,7 +7,7 @@ from typing import Any
 import altair as alt
 import polars as pl
 
-from fettle.page.theme import ACCENT, GREEN, QUIET, WARN
+from fettle.page.theme import ACCENT, GREEN, QUIET, WARN, coloured
 from fettle.trace.analyses.waits import CAUSES
 from fettle.trace.report.charts.look import colour, main_parts, milliseconds, ordered, sized, words
 
@@ -100,9 +100,9 @@ def bar_chart(frame: pl.DataFrame, label: str, value_ns: str, *, color: str | No
         .select("at", "label", "ms", "text", *([color] if color else []))
     )
     base = alt.Chart(shown).encode(y=alt.Y("at:O", axis=None))
-    coloured = {"color": colour(color, ordered(shown[color].unique().to_list()))} if color else {}
+    colours = {"color": colour(color, ordered(shown[color].unique().to_list()))} if color else {}
     bars = base.mark_bar(height=9, yOffset=7, color=ACCENT).encode(
-        x=milliseconds("ms"), tooltip=["label", alt.Tooltip("ms:Q", format=",.3f")], **coloured
+        x=milliseconds("ms"), tooltip=["label", alt.Tooltip("ms:Q", format=",.3f")], **colours
     )
     return sized(bars + _labels(base, "text", -6), alt.Step(31))
 
@@ -140,10 +140,10 @@ def change_chart(parts: pl.DataFrame, before_ns: float, after_ns: float) -> Any:
         .with_columns(pl.col("start", "end") / 1e6, change=(pl.col("end") - pl.col("start")) / 1e6)
     )
     shown = shown.with_columns(text=pl.format("{}  ·  {} ms", "part", pl.col("change").round(3)))
-    scale = alt.Scale(domain=["step", "slower", "faster"], range=[QUIET, WARN, GREEN])
+    colours = {"step": QUIET, "slower": WARN, "faster": GREEN}
     base = alt.Chart(shown).encode(y=alt.Y("at:O", axis=None))
     chart = base.mark_bar(height=10, yOffset=7).encode(
-        x=milliseconds("start"), x2="end:Q", color=alt.Color("kind:N", title=None, scale=scale),
+        x=milliseconds("start"), x2="end:Q", color=coloured("kind", colours),
         tooltip=["part", alt.Tooltip("change:Q", format="+,.3f")],
     )  # fmt: skip
     return sized(chart + _labels(base, "text", -6), alt.Step(31))
@@ -156,6 +156,6 @@ def step_chart(steps: pl.DataFrame, outliers: pl.DataFrame) -> Any:
     near = steps.join(outliers, on=["rank", "step"], how="anti").with_columns(kind=pl.lit("usual"))
     near = near.filter(pl.col("step").rank("dense") % thinned == 0)
     shown = pl.concat([near, far]).select("rank", "step", "kind", ms=pl.col("wall_ns") / 1e6).sort("rank", "step")
-    kind = alt.Color("kind:N", title=None, scale=alt.Scale(domain=["usual", "outlier"], range=[ACCENT, WARN]))
+    kind = coloured("kind", {"usual": ACCENT, "outlier": WARN})
     tooltip = ["rank", "step", alt.Tooltip("ms:Q", format=",.3f")]
     return sized(_by_step(shown).encode(xOffset="rank:O", color=kind, tooltip=tooltip), 220)

@@ -12,7 +12,7 @@ import polars as pl
 from fettle.errors import UsageError
 from fettle.files import write_bytes
 from fettle.page import as_spec, shell, theme
-from fettle.page.theme import ACCENT, QUIET, pale
+from fettle.page.theme import ACCENT, QUIET, coloured, pale
 from fettle.trace.analyses.stacks import CAUSES_OF_HOST
 from fettle.trace.analyses.waits import CAUSES
 
@@ -64,13 +64,8 @@ def save(chart: Any, path: Path) -> None:
 def colour(field: str, values: list[str]) -> alt.Color:
     """A colour for each value, the same for the same meaning in every chart; a legend that fits a phone."""
     spare = iter(_SPARE * (1 + len(values) // len(_SPARE)))
-    return alt.Color(
-        f"{field}:N",
-        title=None,
-        sort=values,
-        scale=alt.Scale(domain=values, range=[_COLOURS.get(v) or next(spare) for v in values]),
-        legend=alt.Legend(columns=alt.ExprRef(f"max(1, floor({_ROOM} / 200))"), labelLimit=180),
-    )
+    tones = {value: _COLOURS.get(value) or next(spare) for value in values}
+    return coloured(field, tones, columns=alt.ExprRef(f"max(1, floor({_ROOM} / 200))"), labelLimit=180)
 
 
 def sized(chart: Any, height: Any) -> Any:
