@@ -29,6 +29,11 @@ from fettle.techniques import CATALOGUE
 HERE = Path(__file__).parent
 ROUNDS, SLICE_S = 8, 0.13
 _LEAST_RECORDED = 20
+BUNDLES = [Recipe.parse(text) for text in (
+    "channels_last=on grad=inference_mode", "runtime=openvino-bf16", "compile=default freeze=on grad=inference_mode",
+    "channels_last=on compile=default freeze=on grad=inference_mode", "runtime=onnxruntime",
+    "compile=default freeze=on grad=inference_mode quantize=int8-dynamic")]  # fmt: skip
+"""Those that the session of a small model has."""
 
 
 class Recorded:
@@ -93,10 +98,11 @@ def space_of(recorded: Recorded) -> Space:
                        if all(recipe.levels.get(name) == level for recipe in everywhere)})  # fmt: skip
     needs = {one.name: one.needs for one in CATALOGUE if one.needs and one.name in choices}
     why_not = lambda recipe: "" if recipe in recorded.rows else "not recorded"  # noqa: E731
-    return Space(choices, why_not, needs=needs, required=required, cost=cost_of)
+    bundles = [recipe for one in BUNDLES if (recipe := Recipe({**one.levels, **required.levels})) in recorded.rows]
+    return Space(choices, why_not, needs=needs, required=required, cost=cost_of, bundles=bundles)
 
 
-def left_out(rows: Sequence[Row], own: Sequence[Row]) -> dict:
+def left_out(rows: Sequence[Row], own: Sequence[Row], *, elsewhere: bool = False) -> dict:
     """Both searches of one model."""
     about = Subject(**{name: getattr(own[0], name) for name in Subject.__struct_fields__})
     best = max(row.speedup or 0.0 for row in own if row.status == "measured")
@@ -106,7 +112,8 @@ def left_out(rows: Sequence[Row], own: Sequence[Row]) -> dict:
         space, guide = space_of(session), None
         session.measure([Recipe()])
         if name == "with":
-            others = [row for row in rows if row.workload != own[0].workload]
+            others = [row for row in rows if row.workload != own[0].workload
+                      and not (elsewhere and row.machine == about.machine)]  # fmt: skip
             predictor = Predictor(others, about, max_error=0.02, guess_s=session.seconds_for)
             guide = Guide(predictor) if len(predictor) else None
         leader = auto(space, session, guide=guide)
@@ -123,6 +130,7 @@ def left_out(rows: Sequence[Row], own: Sequence[Row]) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--atlas", type=Path, default=HERE / "atlas" / "atlas.parquet")
+    parser.add_argument("--elsewhere", action="store_true", help="without rows of the same machine")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "atlas_left_out.json")
     options = parser.parse_args()
     rows = read_atlas(options.atlas)
@@ -133,7 +141,7 @@ def main() -> None:
         if len(own) < _LEAST_RECORDED:
             print(f"{key[0]}: {len(own)} trials are too few", flush=True)
             continue
-        found[" ".join(key)] = left_out(rows, own)
+        found[" ".join(key)] = left_out(rows, own, elsewhere=options.elsewhere)
         print(key[0], json.dumps(found[" ".join(key)]), flush=True)
     if not found:
         raise SystemExit("no model has enough trials")

@@ -79,7 +79,7 @@ def test_what_is_slower_than_a_third_counts_as_a_third() -> None:
 
 def test_a_level_that_changes_little_everywhere_is_foreseen_closely(conv: Predictor) -> None:
     little, much = conv.forecast([Recipe.parse("matmul=medium"), Recipe.parse("precision=bf16")], ())
-    assert little.spread < 0.7 * much.spread
+    assert little.spread < 0.8 * much.spread
 
 
 def test_a_level_that_no_model_had_may_be_anything(conv: Predictor) -> None:

@@ -4,17 +4,20 @@ Log speed-ups, none taken for less than `SLOWEST`, are a Gaussian process (Rasmu
 for Machine Learning*, 2006). Its covariance is that of a ridge regression with a coefficient for each level and each
 pair of levels, which vary smoothly from model to model with their features:
 
-    cov(recipe on model, recipe' on model')  =  a² * (sum of w² over the levels that both have
-                                                      + b * sum of w w' over the pairs of levels that both have)
-                                                * (c + m * same machine + d * likeness + e * same)
+    cov(recipe on model, recipe' on model')  =  a² * (sum over the levels that both have of
+                                                          w² + m² * same machine + o² * own
+                                                      + b * sum of w w' over the pairs of levels that both have
+                                                          * (c + (1 - c) * own))
+    own  =  d * likeness + (1 - d) * same
 
-So a recipe without levels has a speed-up of 1 exactly, what all models gain is learned from all of them (c), what all
+So a recipe without levels has a speed-up of 1 exactly, what all models gain is learned from all of them (w), what all
 gain on this machine from those on it (m: 16 bits are slow where no unit multiplies them), what alike ones gain counts
-more (d: their operators, sizes and machines), and each has something of its own (e), which no other tells and which is
-why a forecast is never sure. c + m + d + e = 1. A level's w is what it is found to change a time by, as a log: the root
-mean square, over models, of trials with it over trials that differ in nothing else. The other numbers, the reach of the
-likeness and the noise are those of a small grid under which the rows are likeliest. Trials of the model in question are
-added as they come.
+more (d: their operators, sizes and machines), and each has something of its own, which no other tells and which is why
+a forecast is never sure. A level's w, m and o are found from what it changes a time by, as a log, in trials with it
+over trials that differ in nothing else: the root mean square of that over models, and its standard deviation between
+machines and between models of one machine. So a level that does much the same to all models is foreseen closely. The
+other numbers, the reach of the likeness and the noise are those of a small grid under which the rows are likeliest.
+Trials of the model in question are added as they come.
 """
 
 from __future__ import annotations
@@ -22,10 +25,10 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,14 +67,23 @@ class _Numbers:
     scale: float
     pairs: float
     common: float
-    machine: float
-    own: float
+    alike: float
     reach: float
     noise: float
 
 
+class _Parts(NamedTuple):
+    """By level, and at the end for one that no row has: what it changes a time by, as a log,"""
+
+    worth: Numbers
+    machine: Numbers
+    """and the standard deviation of that between machines,"""
+    model: Numbers
+    """and between models of one."""
+
+
 _GRID = [_Numbers(*values) for values in itertools.product(
-    (0.6, 1.2), (0.15, 0.5), (0.05, 0.2), (0.3, 0.6), (0.03, 0.1), (0.8, 2.0), (0.04, 0.1))]  # fmt: skip
+    (0.7, 1.0), (0.15, 0.5, 1.0), (0.1, 0.5), (0.3, 0.7), (0.8, 2.0), (0.04, 0.1))]  # fmt: skip
 
 
 class Predictor:
@@ -93,15 +105,15 @@ class Predictor:
         at = dict(zip(subjects, points, strict=True))
         near = {key: _distance(row, about, at[key] - here) for key, row in subjects.items()}
         rows = sorted(rows, key=lambda row: near[row.fingerprint, row.machine, row.torch])[:MOST]
-        keys = list(dict.fromkeys((row.fingerprint, row.machine, row.torch) for row in rows))
+        self._keys = keys = list(dict.fromkeys((row.fingerprint, row.machine, row.torch) for row in rows))
         self.models = len({row.fingerprint for row in rows})
         self._rows = rows
         self._apart = np.array(
             [[_distance(subjects[a], subjects[b], at[a] - at[b]) for b in keys] for a in keys]
         ).reshape(len(keys), len(keys))
         self._far = np.array([near[key] for key in keys])
-        self._beside = np.array([[float(a[1] == b[1]) for b in keys] for a in keys]).reshape(len(keys), len(keys))
-        self._here = np.array([float(key[1] == about.machine) for key in keys])
+        self._beside = np.array([[float(a[1:] == b[1:]) for b in keys] for a in keys]).reshape(len(keys), len(keys))
+        self._here = np.array([float(key[1:] == (about.machine, about.torch)) for key in keys])
         own = (about.fingerprint, weights_of(about.fingerprint))
         self._mine = np.array([key[1] == about.machine and key[0] in own for key in keys], dtype=float)
         self._same = np.eye(len(keys))
@@ -113,7 +125,7 @@ class Predictor:
         self._gains = np.maximum(SLOWEST, [rows[place].gain or 0.0 for place in self._known])
         self._errors = np.array([_error(rows[place]) for place in self._known])
         self._levels = self._one_hot(self._recipes)
-        self._worth = np.array([*self._found_worth(), _USUAL_WORTH])
+        self._parts = self._found_parts()
         if self._known:
             self._fit()
 
@@ -130,15 +142,11 @@ class Predictor:
                     for recipe, item in zip(known, self.forecast(known, ()), strict=True)}  # fmt: skip
         return sorted(known, key=lambda recipe: -promised[recipe])
 
-    def forecast(
-        self, recipes: Sequence[Recipe], trials: Sequence[Trial], believed: Mapping[Recipe, float] | None = None
-    ) -> list[Forecast]:
-        """What to expect of recipes, with what `trials` of this very model have shown. `believed`: gains (logs of
-        speed-ups) of recipes that are taken for granted."""
+    def forecast(self, recipes: Sequence[Recipe], trials: Sequence[Trial]) -> list[Forecast]:
+        """What to expect of recipes, with what `trials` of this very model have shown."""
         own = [row for row in rows_of(self.about, trials) if row.gain is not None and row.recipe != str(Recipe())]
-        gains = [max(SLOWEST, row.gain or 0.0) for row in own] + list((believed or {}).values())
-        errors = [_error(row) for row in own] + [0.0] * len(believed or {})
-        mine = self._one_hot([Recipe.parse(row.recipe) for row in own] + list(believed or {}))
+        gains, errors = [max(SLOWEST, row.gain or 0.0) for row in own], [_error(row) for row in own]
+        mine = self._one_hot([Recipe.parse(row.recipe) for row in own])
         wanted = self._one_hot(recipes)
         mean, variance = self._conditional(wanted, mine, np.array(gains), np.array(errors))
         works, seconds = self._works(wanted, trials), self._seconds(wanted, recipes)
@@ -155,9 +163,9 @@ class Predictor:
                 columns[place, self._column.get(level, len(self._column))] += 1
         return columns
 
-    def _found_worth(self) -> list[float]:
-        """By level what it changes a time by, as a log: the root mean square over models of the mean over pairs of
-        trials that differ in nothing else, held near the usual where few tell."""
+    def _found_parts(self) -> _Parts:
+        """What each level changes a time by, from pairs of trials that differ in nothing else, held near the usual
+        where few tell."""
         gains = {
             (self._whose[place], self._recipes[place]): self._gains[known] for known, place in enumerate(self._known)
         }
@@ -168,8 +176,10 @@ class Predictor:
                 without = gains.get((whose, recipe.without(level[0])))
                 if without is not None:
                     changes[level].setdefault(whose, []).append(gain - without)
-        squares = [[float(np.mean(some)) ** 2 for some in by_model.values()] for by_model in changes.values()]
-        return [math.sqrt((sum(each) + 2 * _USUAL_WORTH**2) / (len(each) + 2)) for each in squares]
+        machines = [key[1:] for key in self._keys]
+        found = [_parts_of([(machines[whose], statistics.fmean(some)) for whose, some in by_model.items()])
+                 for by_model in changes.values()]  # fmt: skip
+        return _Parts(*np.array([*found, _parts_of([])]).T)
 
     def _fit(self) -> None:
         """Choose the numbers of the covariance, and solve for the rows."""
@@ -181,8 +191,9 @@ class Predictor:
 
     def _cholesky(self, numbers: _Numbers, part: NDArray[Any]) -> Numbers:
         rows = np.array(self._known)[part]
-        alike = _alike(self._apart, self._beside, self._same, numbers)[np.ix_(self._whose[rows], self._whose[rows])]
-        matrix = alike * self._shared(self._levels[rows], self._levels[rows], numbers)
+        levels, whose = self._levels[rows], self._whose[rows]
+        beside, own = (each[np.ix_(whose, whose)] for each in (self._beside, _own(self._apart, self._same, numbers)))
+        matrix = self._shared(levels, levels, numbers, beside, own)
         matrix[np.diag_indices_from(matrix)] += self._errors[part] ** 2 + numbers.noise**2
         return np.asarray(cholesky(matrix, lower=True), dtype=np.float64)
 
@@ -195,13 +206,15 @@ class Predictor:
     def _conditional(self, asked: Numbers, mine: Numbers, gains: Numbers, errors: Numbers) -> tuple[Numbers, Numbers]:
         """Mean and variance of the gains asked for, given the rows and what is known of this model."""
         numbers, rows = self._numbers, np.array(self._known)
-        alike = _alike(self._far, self._here, self._mine, numbers)[self._whose[rows]][:, None]
-        to_asked = solve_triangular(self._factor, alike * self._shared(self._levels[rows], asked, numbers), lower=True)
+        own = _own(self._far, self._mine, numbers)
+        levels = self._levels[rows]
+        beside, own = (each[self._whose[rows]][:, None] for each in (self._here, own))
+        to_asked = solve_triangular(self._factor, self._shared(levels, asked, numbers, beside, own), lower=True)
         mean = to_asked.T @ self._solved
         variance = np.diag(self._shared(asked, asked, numbers)) - (to_asked**2).sum(axis=0)
         if not len(mine):
             return mean, variance
-        to_mine = solve_triangular(self._factor, alike * self._shared(self._levels[rows], mine, numbers), lower=True)
+        to_mine = solve_triangular(self._factor, self._shared(levels, mine, numbers, beside, own), lower=True)
         left = self._shared(mine, mine, numbers) - to_mine.T @ to_mine
         left[np.diag_indices_from(left)] += errors**2 + (0.3 * numbers.noise) ** 2
         factor = cholesky(left, lower=True)
@@ -209,10 +222,17 @@ class Predictor:
         news = solve_triangular(factor, gains - to_mine.T @ self._solved, lower=True)
         return mean + across.T @ news, variance - (across**2).sum(axis=0)
 
-    def _shared(self, one: Numbers, other: Numbers, numbers: _Numbers) -> Numbers:
-        """The covariance of recipes on one model."""
-        squares, worth = (one * self._worth**2) @ other.T, (one * self._worth) @ other.T
-        return np.asarray(numbers.scale**2 * (squares + numbers.pairs * (worth**2 - squares) / 2))
+    def _shared(
+        self, one: Numbers, other: Numbers, numbers: _Numbers, beside: Numbers | float = 1.0, own: Numbers | float = 1.0
+    ) -> Numbers:
+        """The covariance of recipes: by default on one model, else by whether they ran on one machine (`beside`) and
+        how much of their models' own they share."""
+        worth, machine, model = self._parts
+        squares = (one * worth**2) @ other.T
+        pairs = (((one * worth) @ other.T) ** 2 - squares) / 2
+        alone = squares + beside * ((one * machine**2) @ other.T) + own * ((one * model**2) @ other.T)
+        together = numbers.pairs * pairs * (numbers.common + (1 - numbers.common) * own)
+        return np.asarray(numbers.scale**2 * (alone + together))
 
     # -- whether it works, and what it costs -------------------------------------------------------------------------
 
@@ -252,9 +272,22 @@ class Predictor:
         return np.asarray((weighted + weights.sum(axis=1) * baseline_s + guess) / (weights.sum(axis=1) + 1))
 
 
-def _alike(apart: Numbers, beside: Numbers, same: Numbers, numbers: _Numbers) -> Numbers:
-    smooth = (1 - numbers.common - numbers.machine - numbers.own) * np.exp(-0.5 * apart / numbers.reach**2)
-    return np.asarray(numbers.common + numbers.machine * beside + smooth + numbers.own * same)
+def _own(apart: Numbers, same: Numbers, numbers: _Numbers) -> Numbers:
+    return np.asarray(numbers.alike * np.exp(-0.5 * apart / numbers.reach**2) + (1 - numbers.alike) * same)
+
+
+def _parts_of(changes: Sequence[tuple[tuple[str, ...], float]]) -> tuple[float, float, float]:
+    """A level's `_Parts` from what it changed the time of each model by, with the model's machine."""
+    by_machine: dict[tuple[str, ...], list[float]] = {}
+    for where, change in changes:
+        by_machine.setdefault(where, []).append(change)
+    means = [statistics.fmean(some) for some in by_machine.values()]
+    centre, usual = statistics.fmean(means) if means else 0.0, _USUAL_WORTH**2
+    worth = (len(means) * centre**2 + usual) / (len(means) + 1)
+    off = [change - statistics.fmean(some) for some in by_machine.values() for change in some]
+    model = (sum(each**2 for each in off) + usual) / (len(off) - len(means) + 1)
+    machine = (sum((mean - centre) ** 2 for mean in means) + 2 * max(usual, worth)) / max(1, len(means))
+    return math.sqrt(worth), math.sqrt(machine), math.sqrt(model)
 
 
 def _close(one: Numbers, other: Numbers) -> Numbers:

@@ -3,7 +3,7 @@ one technique to one level, and whatever that entails."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Protocol
@@ -13,6 +13,8 @@ from fettle.recipe import Recipe
 
 Level = tuple[str, str]
 """A technique and the level that it is set to; the default level drops it."""
+_TOGETHER = {1: 6, 2: 3, 3: 2}
+"""Recipes raced together, by what the most expensive costs to start: the fewer, the more is known for the next."""
 
 
 @dataclass(frozen=True)
@@ -134,3 +136,12 @@ def _dependents(space: Space, technique: str) -> list[str]:
                 found.append(other)
                 waiting.append(other)
     return found
+
+
+def batches(space: Space, recipes: Sequence[Recipe]) -> Iterator[list[Recipe]]:
+    """The recipes in groups to be raced together, cheap ones first, each with its like."""
+    unique = list(dict.fromkeys(recipes))
+    for cost in sorted({space.cost(recipe) for recipe in unique}):
+        alike = [recipe for recipe in unique if space.cost(recipe) == cost]
+        size = _TOGETHER.get(cost, 2)
+        yield from (alike[begin : begin + size] for begin in range(0, len(alike), size))

@@ -7,11 +7,8 @@ from collections.abc import Iterator, Sequence
 from fettle.measure import Trial
 from fettle.recipe import Recipe
 from fettle.search._evidence import Evidence
-from fettle.search._space import Level, Session, Space, valid, with_required
+from fettle.search._space import Level, Session, Space, batches, valid, with_required
 from fettle.search.foresight import Guide
-
-_TOGETHER = {1: 6, 2: 3, 3: 2}
-"""Recipes raced together, by what the most expensive costs to start: the fewer, the more is known for the next."""
 
 
 def auto(
@@ -23,8 +20,8 @@ def auto(
 ) -> Trial | None:
     """Find the best recipe with few trials; None if none may win.
 
-    `first` names techniques to try before others (a diagnosis says so). A `guide` begins with what it expects to be
-    best; as long as it is reliable, what it has tried is not screened.
+    `first` names techniques to try before others (a diagnosis says so). A `guide` begins with what may be best by what
+    it expects; as long as it is reliable, it is gone by.
     """
     evidence = Evidence(space, session)
     led: set[Recipe] = set()
@@ -51,18 +48,22 @@ def _screen(evidence: Evidence, first: Sequence[str]) -> bool:
     space, going_on = evidence.space, True
     baseline, root = Recipe(), _root(space)  # both measured once, in the first batch
     bundles = [with_required(space, bundle) for bundle in space.bundles]
-    for batch in _batches(space, [bundle for bundle in bundles if valid(space, bundle)]):
+    for batch in batches(space, [bundle for bundle in bundles if valid(space, bundle)]):
         going_on = going_on and evidence.measure([baseline, *batch, *root])  # where time is short, a bundle comes first
-    best = evidence.leader()
+    for batch in batches(space, _alone(evidence, first)):
+        going_on = going_on and evidence.measure([baseline, *batch, *root])
+    return going_on and evidence.measure([baseline, *root])
+
+
+def _alone(evidence: Evidence, first: Sequence[str]) -> list[Recipe]:
+    """Every level that is cheap alone, but for the hopeless ones."""
+    space, best = evidence.space, evidence.leader()
     levels = [evidence.moved(with_required(space, Recipe()), *move) for move in _moves(space, first)]
-    alone = [
+    return [
         recipe
         for recipe in levels  # an expensive one is first tried on the leader
         if recipe is not None and space.cost(recipe) == 1 and (best is None or not evidence.is_hopeless(recipe, best))
     ]
-    for batch in _batches(space, alone):
-        going_on = going_on and evidence.measure([baseline, *batch, *root])
-    return going_on and evidence.measure([baseline, *root])
 
 
 def _root(space: Space) -> list[Recipe]:
@@ -96,20 +97,21 @@ def _next_batch(
         expected, known = evidence.expected(recipe, leader.recipe)
         rank = (2 if expected > 0 else 4) if known else 1 if move[0] in first else 3
         ranked.append((rank, -expected, space.cost(recipe), place, recipe, move))
-    if guide is not None and ranked:
-        worth, has_chance = guide.worth(evidence, {recipe: move for *_, recipe, move in ranked}, leader)
-        if not has_chance and (together := guide.untested(evidence, leader.recipe)):
-            return next(_batches(space, together))
+    if guide is not None:
+        worth = guide.worth(evidence, {recipe: move for *_, recipe, move in ranked}, leader)
         ranked = [
             (rank, -worth[recipe], cost, place, recipe, move)
             for rank, _, cost, place, recipe, move in ranked if recipe in worth
         ]  # fmt: skip
+        if not ranked:  # what is cheap is tried whatever is foreseen
+            tried = {level for recipe in evidence.trials for level in recipe.levels.items()}
+            return next(batches(space, [one for one in _alone(evidence, first) if not one.levels.items() <= tried]), [])
     ranked.sort(key=lambda item: item[:4])
     if not ranked:
         return []
     best = ranked[0][0]
     recipes = [recipe for rank, *_, recipe, _ in ranked if rank == best]
-    return recipes[:1] if best == 2 else next(_batches(space, recipes))
+    return recipes[:1] if best == 2 else next(batches(space, recipes))
 
 
 def _retired(evidence: Evidence, move: Level, led: set[Recipe]) -> bool:
@@ -128,12 +130,3 @@ def _moves(space: Space, first: Sequence[str], drops: bool = False) -> Iterator[
     for name in names:
         for level in space.choices[name][0 if drops else 1 :]:
             yield name, level
-
-
-def _batches(space: Space, recipes: Sequence[Recipe]) -> Iterator[list[Recipe]]:
-    """The recipes in groups to be raced together, cheap ones first, each with its like."""
-    unique = list(dict.fromkeys(recipes))
-    for cost in sorted({space.cost(recipe) for recipe in unique}):
-        alike = [recipe for recipe in unique if space.cost(recipe) == cost]
-        size = _TOGETHER.get(cost, 2)
-        yield from (alike[begin : begin + size] for begin in range(0, len(alike), size))

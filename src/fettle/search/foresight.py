@@ -1,53 +1,45 @@
 """Foresight: a search that begins with what is known of other models, and says what it expected and what it found.
 
 What is known comes from outside (`fettle.atlas`) as a `Foresight`: for each recipe the gain to expect and how sure that
-is, the chance that it works, and the seconds of its trial. A `Guide` chooses by expected improvement (Mockus, 1978) per
-second (Snoek, Larochelle and Adams, *Practical Bayesian Optimization*, 2012), so that what takes a minute to compile
-must promise more.
+is, the chance that it works, and the seconds of its trial. A `Guide` leaves out what has no chance of being the best by
+it, and tries the rest in the order of expected improvement (Mockus, 1978) per second (Snoek, Larochelle and Adams,
+*Practical Bayesian Optimization*, 2012), so that what takes a minute to compile must promise more.
 
 A forecast is never taken for a result: what it favours is measured, and forecasts are ignored as soon as measurements
-contradict them. No level is left untried either: one that is expected to bring nothing is tried at least beside others
-in one recipe, and dropped only where that came as expected. So a wrong atlas costs time, never the result.
+contradict them. What is cheap to try is tried whatever is foreseen. What is not is left out only where its chance is
+small by forecasts that held wherever they were checked; what no model on such a machine had is foreseen so widely that
+it has one.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from fettle.measure import Trial
 from fettle.recipe import Recipe
 from fettle.search._evidence import Evidence
-from fettle.search._space import Level, holds, valid, with_required
+from fettle.search._space import Level, batches, holds, valid, with_required
 
 SLOWEST = -math.log(3)
 """Smaller gains are taken for this one: how much slower still a recipe is does not matter, and differs widely."""
 LEAST = math.log(1.01)
 """Gains below this are worth no trial."""
 WORTH = 0.02
-"""What a trial must be expected to improve the leader by, as a log, to be among those that are begun with."""
-RACES = 4
-"""Most races that are begun with, as long as they promise something."""
-_SHORTLIST = 48
-_STEPS = 3
-"""How many moves away from what other models had recipes are thought of."""
+"""What a recipe of another model must be expected to improve the leader by, as a log, to be begun with,"""
+_LIKELY = 0.3
+"""and the probability of being better that it needs;"""
+IDEAS = 4
+"""so many at most."""
 _LUCK = 0.05
 """What a measured gain may be off by itself."""
 _OFF = 4.0
 """Mean square of the forecasts' standardised errors above which they are not reliable; 1 where they are calibrated."""
-_CLOSE = 0.6
-"""Largest standard deviation of a forecast that a measurement can contradict."""
-_SLOW = -math.log(1.5)
-"""A level that is expected to bring less than this gain hides what others bring."""
-_MINUTE_S = 60.0
-_ENOUGH = 3
-"""Forecasts that must have been checked."""
 _CHANCE = 0.1
 """A move needs this probability of being better than the leader."""
-_TOGETHER = {1: 6, 2: 4, 3: 3}
 _NORMAL = statistics.NormalDist()
 
 
@@ -87,10 +79,8 @@ class Foresight(Protocol):
         """Recipes that were tried on them, the most promising first."""
         ...
 
-    def forecast(
-        self, recipes: Sequence[Recipe], trials: Sequence[Trial], believed: Mapping[Recipe, float] | None = None
-    ) -> list[Forecast]:
-        """What to expect of recipes here, where `trials` were measured and the gains in `believed` are assumed."""
+    def forecast(self, recipes: Sequence[Recipe], trials: Sequence[Trial]) -> list[Forecast]:
+        """What to expect of recipes here, where `trials` were measured."""
         ...
 
 
@@ -119,11 +109,6 @@ class Foreseen:
         return self.gain is not None and self.gain > self.expected.gain and not self.held
 
     @property
-    def slow(self) -> bool:
-        """Whether it was expected to be slow, and is."""
-        return self.gain is not None and max(self.gain, self.expected.gain) < _SLOW
-
-    @property
     def unsure(self) -> float:
         """Standard deviation of what was expected from what is found."""
         return math.hypot(self.expected.spread, _LUCK)
@@ -148,22 +133,23 @@ class Guide:
         """Whether the forecasts were as close to what was measured as they said."""
         off = [min(5.0, abs(one.gain - one.expected.gain) / one.unsure)
                for one in self.foreseen if one.gain is not None]  # fmt: skip
-        if len(off) < _ENOUGH or 2 * len(off) < len(self.foreseen):
-            return False
-        return sum(z * z for z in off) / len(off) <= _OFF
+        return bool(off) and 2 * len(off) >= len(self.foreseen) and sum(z * z for z in off) / len(off) <= _OFF
 
     def begin(self, evidence: Evidence, root: Sequence[Recipe]) -> bool:
-        """Measure what promises most for its seconds, a few races at most; whether there is budget left."""
+        """Measure the bundles that may be the best, then what other models had and is likely to be better; whether
+        there is budget left."""
         beside = [Recipe(), *root]
-        for _ in range(RACES):
-            batch = self._promising(evidence)
-            if not batch:
+        while batch := next(batches(evidence.space, self._hopeful(evidence)), []):
+            if not self.measure(evidence, batch, beside):
+                return False
+        for _ in range(IDEAS):
+            if (self.foreseen and not self.is_reliable) or not (batch := self._promising(evidence)):
                 break
             if not self.measure(evidence, batch, beside):
                 return False
-            if len(self.foreseen) >= _ENOUGH and not self.is_reliable:
-                self.say("the atlas was wrong about this model: searching as without it")
-                break
+        if not self.is_reliable:
+            why = "was wrong about this model" if self.foreseen else "expects that nothing helps here"
+            self.say(f"the atlas {why}: searching as without it")
         return evidence.measure(beside)
 
     def measure(self, evidence: Evidence, recipes: Sequence[Recipe], beside: Sequence[Recipe] = ()) -> bool:
@@ -177,72 +163,17 @@ class Guide:
                 self.say(f"atlas: {self.foreseen[-1]}")
         return going_on
 
-    def worth(
-        self, evidence: Evidence, moves: Mapping[Recipe, Level], leader: Trial
-    ) -> tuple[dict[Recipe, float], bool]:
-        """Expected improvement on the leader per second of those recipes that have a chance of being better, and
-        whether there are any.
+    def worth(self, evidence: Evidence, moves: Mapping[Recipe, Level], leader: Trial) -> dict[Recipe, float]:
+        """Expected improvement on the leader per second of those recipes that have a chance of being better.
 
-        Where none has one, of those that only the atlas argues against: their level was tried beside others only, and
-        that did not come as expected; or they drop a level that every confirmed forecast had.
+        Where none has one, of those whose level was in a recipe that was better than foreseen.
         """
-        best = -evidence.score(leader)
-        recipes = list(moves)
+        best, recipes = -evidence.score(leader), list(moves)
         expected = dict(zip(recipes, self.foresight.forecast(recipes, list(evidence.trials.values())), strict=True))
         able = [recipe for recipe in recipes if expected[recipe].chance(best) >= _CHANCE]
-        left = able or [recipe for recipe in recipes if self._is_open(evidence, moves[recipe], leader)]
-        worth = {recipe: expected[recipe].improvement(best) / max(expected[recipe].seconds, 1e-3) for recipe in left}
-        return worth, bool(able)
-
-    def _is_open(self, evidence: Evidence, move: Level, leader: Trial) -> bool:
-        name, level = move
-        if level == evidence.space.default(name):
-            known = evidence.gain(name, leader.recipe.levels.get(name, level), leader.recipe) is not None
-            return not known and not any(one.held and name not in one.recipe.levels for one in self.foreseen)
-        tried = any(trial.recipe.levels.get(name) == level for trial in evidence.trials.values())
-        return tried and move not in self._confirmed
-
-    def untested(self, evidence: Evidence, base: Recipe, known: Collection[Level] | None = None) -> list[Recipe]:
-        """Recipes, as few as possible, that between them hold all levels but the `known` ones, by default those that a
-        measurement has confirmed; none that was tried.
-
-        What is expected to slow a model down stands apart: beside it nobody sees what the others bring. So does each
-        level that was in a recipe that failed, and in none that ran.
-        """
-        space, known = evidence.space, self._confirmed if known is None else known
-        left = [
-            (name, level) for name, levels in space.choices.items() for level in levels[1:]
-            if (name, level) not in known and name not in space.required.levels and base.levels.get(name) != level
-        ]  # fmt: skip
-        if not left:
-            return []
-        alone = [evidence.moved(Recipe(), *level) or Recipe() for level in left]
-        gains = self.foresight.forecast(alone, list(evidence.trials.values()))
-        failed = {level for one in self.foreseen if one.gain is None for level in one.recipe.levels.items()}
-        ran = {level for trial in evidence.trials.values() if trial.ok for level in trial.recipe.levels.items()}
-        groups: dict[Level | bool, list[Level]] = {False: [], True: []}  # by whether slow; a failure's suspects alone
-        for level, expected in zip(left, gains, strict=True):
-            groups.setdefault(level if level in failed - ran else expected.gain < _SLOW, []).append(level)
-        recipes: list[Recipe] = []
-        for group in groups.values():
-            while group:
-                recipe, added = base, list[Level]()
-                for level in group:
-                    bigger = evidence.moved(recipe, *level)
-                    if bigger is not None and {level, *added} <= set(bigger.levels.items()):
-                        recipe, added = bigger, [*added, level]
-                group = [level for level in group if level not in added] if added else []
-                recipes += [recipe] if added else []
-        return [one for one in dict.fromkeys(recipes) if one not in evidence.trials and not evidence.known_wrong(one)]
-
-    @property
-    def _confirmed(self) -> set[Level]:
-        """Levels of recipes that came as expected, where the forecast was narrow or both are slow, less those of
-        recipes that were better than expected."""
-        sure = [one for one in self.foreseen if one.held and (one.unsure <= _CLOSE or one.slow)]
-        return {level for one in sure for level in one.recipe.levels.items()} - {
-            level for one in self.foreseen if one.better for level in one.recipe.levels.items()
-        }
+        better = {level for one in self.foreseen if one.better for level in one.recipe.levels.items()}
+        left = able or [recipe for recipe in recipes if moves[recipe] in better]
+        return {recipe: expected[recipe].improvement(best) / max(expected[recipe].seconds, 1e-3) for recipe in left}
 
     def look_back(self, trials: Iterable[Trial]) -> None:
         """Put what would have been expected, without any trial of this model, beside trials that were measured."""
@@ -264,67 +195,28 @@ class Guide:
             f"It expected most of {best}.",
         ]
 
+    def _hopeful(self, evidence: Evidence) -> list[Recipe]:
+        """The bundles that may be better than the leader and than what is expected of the best of them."""
+        bundles = _usable(evidence, evidence.space.bundles)
+        expected = self.foresight.forecast(bundles, list(evidence.trials.values()))
+        best = max([self._best(evidence), *(one.gain for one in expected)])
+        return [recipe for recipe, one in zip(bundles, expected, strict=True) if one.chance(best) >= _CHANCE]
+
     def _promising(self, evidence: Evidence) -> list[Recipe]:
-        """The next race: one recipe after the other, each as if the ones before had come as expected.
+        """The recipe of another model that should improve most on the leader for its seconds; none where none is
+        likely to."""
+        ideas, best = _usable(evidence, self.foresight.ideas), self._best(evidence)
+        expected = self.foresight.forecast(ideas, list(evidence.trials.values()))
+        worth = {
+            recipe: one.improvement(best) / max(one.seconds, 1e-3) for recipe, one in zip(ideas, expected, strict=True)
+            if one.improvement(best) >= WORTH and one.chance(best) >= _LIKELY
+        }  # fmt: skip
+        return sorted(worth, key=lambda recipe: (-worth[recipe], str(recipe)))[:1]
 
-        The first race checks the atlas as well: the best in it also runs with all other levels, as many together as can
-        be, and the atlas is judged by three recipes at least.
-        """
-        trials = list(evidence.trials.values())
+    def _best(self, evidence: Evidence) -> float:
+        """The gain of the leader."""
         leader = evidence.leader()
-        best = max(0.0, -evidence.score(leader)) if leader is not None else 0.0
-        pool = self._pool(evidence, trials)
-        batch: list[Recipe] = []
-        believed: dict[Recipe, float] = {}
-        while pool:
-            ranked = sorted(
-                zip(pool, self.foresight.forecast(pool, trials, believed), strict=True),
-                key=lambda item: (-item[1].improvement(best) / max(item[1].seconds, 1e-3), str(item[0])),
-            )
-            pool = [recipe for recipe, _ in ranked[:_SHORTLIST]]
-            recipe, expected = ranked[0]
-            if expected.improvement(best) < WORTH:
-                break
-            batch.append(pool.pop(0))
-            believed[recipe] = expected.gain
-            best = max(best, expected.gain)  # what comes next must bring more than that (Kriging believer)
-            if len(batch) >= min(_TOGETHER.get(evidence.space.cost(one), 3) for one in batch):
-                break
-        if batch and not self.foreseen:
-            batch += self._checks(evidence, believed)
-            batch += [recipe for recipe in pool if recipe not in batch][: max(0, _ENOUGH - len(batch))]
-        return batch
-
-    def _checks(self, evidence: Evidence, believed: Mapping[Recipe, float]) -> list[Recipe]:
-        """The best of a race with the levels that no other recipe in it has, where that takes less than a minute and
-        the forecast is narrow enough to be contradicted."""
-        best = max(believed, key=lambda recipe: believed[recipe])
-        tried = {level for recipe in believed for level in recipe.levels.items()}
-        if not (checks := self.untested(evidence, best, tried)):
-            return []
-        expected = self.foresight.forecast(checks, list(evidence.trials.values()))
-        close = [
-            recipe for recipe, one in zip(checks, expected, strict=True)
-            if (one.spread <= _CLOSE or one.gain < _SLOW) and one.seconds < _MINUTE_S
-        ]  # fmt: skip
-        return close[: max(0, _TOGETHER[1] - len(believed))]
-
-    def _pool(self, evidence: Evidence, trials: Sequence[Trial]) -> list[Recipe]:
-        """Recipes that could be next: what other models had, bundles, and what lies a few moves from the best."""
-        space = evidence.space
-        moves = [(name, level) for name, levels in space.choices.items() for level in levels]
-        pool: dict[Recipe, float] = {}
-        leader = evidence.leader()
-        near = [leader.recipe] if leader is not None else []
-        thought = _usable(evidence, [*near, *space.bundles, *self.foresight.ideas])
-        for _ in range(_STEPS):
-            new = [recipe for recipe in thought if recipe not in pool]
-            expected = self.foresight.forecast(new, trials)
-            pool |= {recipe: one.works * one.gain for recipe, one in zip(new, expected, strict=True)}
-            best = sorted(pool, key=lambda recipe: (-pool[recipe], str(recipe)))[:4]
-            moved = [evidence.moved(recipe, *move) for recipe in best for move in moves]
-            thought = _usable(evidence, [recipe for recipe in moved if recipe is not None])
-        return [recipe for recipe in pool if recipe not in evidence.trials]
+        return max(0.0, -evidence.score(leader)) if leader is not None else 0.0
 
 
 def _usable(evidence: Evidence, recipes: Iterable[Recipe]) -> list[Recipe]:
@@ -333,5 +225,6 @@ def _usable(evidence: Evidence, recipes: Iterable[Recipe]) -> list[Recipe]:
     whole = dict.fromkeys(with_required(space, recipe) for recipe in recipes)
     return [
         recipe for recipe in whole
-        if recipe.levels and holds(space, recipe) and valid(space, recipe) and not evidence.known_wrong(recipe)
+        if recipe.levels and recipe not in evidence.trials and holds(space, recipe) and valid(space, recipe)
+        and not evidence.known_wrong(recipe)
     ]  # fmt: skip
