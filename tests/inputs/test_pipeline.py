@@ -35,6 +35,8 @@ class Encoding(collections.UserDict):
 
 
 class Opaque:
+    __slots__ = ("x",)
+
     def __init__(self, x):
         self.x = x
 

@@ -550,12 +550,19 @@ def test_ranks_cut_an_incomplete_batch_into_equally_many_parts(rows, world):
     assert torch.cat(own).tolist() == list(range(rows - rows % world))
 
 
+class Opaque:
+    __slots__ = ("ids",)
+
+    def __init__(self, ids):
+        self.ids = ids
+
+
 @pytest.mark.parametrize(
     "change", [lambda one: next(joined([one], 2)), lambda one: split(one, 2), lambda one: next(own_rows([one], 0, 2))]
 )
 def test_a_batch_in_which_no_rows_are_found_is_no_larger_one(change):
-    with pytest.raises(ValueError, match="SimpleNamespace has no tensor with rows"):
-        change(SimpleNamespace(ids=[torch.rand(4, 2)]))
+    with pytest.raises(ValueError, match="Opaque has no tensor with rows"):
+        change(Opaque([torch.rand(4, 2)]))
 
 
 @pytest.mark.parametrize("again", [endless, lambda data: own_rows(data, 0, 2), lambda data: joined(data, 1)])
