@@ -3,6 +3,7 @@
     python bench/search_regret.py digits --minutes 8
     python bench/search_regret.py encoder ranker --minutes 8
     python bench/search_regret.py --atlas bench/atlas/atlas.parquet lstm graph
+    python bench/search_regret.py --atlas bench/atlas/atlas.parquet --whole lstm graph ranker
 
 The factorial is measured once, every valid combination of `LEVELS`; then `auto` runs on the same levels as a user would
 run it, in an empty folder. Both winners meet in one final race: the regret is the ratio of their times there. A run
@@ -11,6 +12,10 @@ stops after `--minutes` a workload, and the next one goes on from the study that
 With ``--atlas`` the workloads are models of ``bench/atlas.py``. First the factorial of each is measured and put beside
 what the atlas has; then `auto` runs twice on each, with all other models' rows and without. Which of them goes first
 changes from model to model.
+
+With ``--whole`` as well, `auto` may use all levels, as a user runs it, and there is no factorial: first all models
+without an atlas, then each with one of these searches of the others and the rows that the file has of other models.
+Both winners meet in a race.
 """
 
 from __future__ import annotations
@@ -97,9 +102,15 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=8.0, help="for the factorial of each workload, in this run")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "fettle-search-regret")
     parser.add_argument("--atlas", type=Path, help="with one and without, on models that it has")
+    parser.add_argument("--whole", action="store_true", help="with an atlas: all levels, and no factorial")
     parser.add_argument("--output", type=Path, help="JSON (default: under bench/results)")
     options = parser.parse_args()
     rows = read_atlas(options.atlas) if options.atlas is not None else []
+    if rows and options.whole:
+        whole_space(
+            options.workloads, options.work, rows, options.output or HERE / "results" / "search_atlas_whole.json"
+        )
+        return
     for name in options.workloads if rows else ():
         rows = merged(rows, factorial_rows(name, options.work / name, options.minutes * 60))
     output = options.output or HERE / "results" / f"search_regret{'_atlas' * bool(rows)}.json"
@@ -118,11 +129,45 @@ def main() -> None:
             print(name, json.dumps(found), flush=True)
 
 
+def whole_space(names: list[str], work: Path, rows: list[Row], output: Path) -> None:
+    """`auto` on all levels, first without an atlas and then with; what a run has measured the next one keeps."""
+    results = json.loads(output.read_text()) if output.exists() else {}
+    for way in ("without", "with"):
+        for name in names:
+            if way in results.get(name, {}):
+                continue
+            known = [row for row in rows if row.workload != name]
+            for other in (one for one in names if one != name and way == "with"):
+                own = atlas_rows(storage_url(None, work / other / "without"), family=FAMILY[other])
+                known = merged(known, [msgspec.structs.replace(row, workload=other) for row in own])
+            folder = work / name / way
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            write_atlas(known, work / name / "others.parquet")
+            result = tune(target(name), budget_s=None, output=folder, on_progress=_tell,
+                          atlas=work / name / "others.parquet" if way == "with" else None)  # fmt: skip
+            found = results.setdefault(name, {"machine": this_machine().summary})
+            found[way] = {"recipe": str(result.recipe), "trials": len(result.trials),
+                          "seconds": round(result.seconds, 1)}  # fmt: skip
+            if way == "with":
+                recipes = [Recipe.parse(found[one]["recipe"]) for one in ("with", "without")]
+                same = recipes[0] == recipes[1]
+                trials = [] if same else bench(target(name), recipes, max_rounds=20, settle=False).trials
+                found["time with over time without"] = 1.0 if same else ratio(*trials[1:])
+                found["share_of_seconds"] = round(found["with"]["seconds"] / found["without"]["seconds"], 3)
+            output.write_text(json.dumps(results, indent=1) + "\n")
+            print(name, way, json.dumps(found), flush=True)
+
+
+def target(name: str) -> str:
+    return f"{HERE / 'atlas_models.py'}:{name}"
+
+
 def factorial_rows(name: str, folder: Path, budget_s: float) -> list[Row]:
     """Measure what is missing of the factorial of a model of the atlas; the rows of the whole."""
-    target, levels = f"{HERE / 'atlas_models.py'}:{name}", factorials.levels()
-    everything = tune(target, techniques=levels, design="everything", budget_s=budget_s, output=folder / "factorial",
-                      on_progress=_tell)  # fmt: skip
+    levels = factorials.levels()
+    everything = tune(target(name), techniques=levels, design="everything", budget_s=budget_s,
+                      output=folder / "factorial", on_progress=_tell)  # fmt: skip
     missing = unmeasured(everything, levels)
     print(f"{name}: {len(everything.trials)} combinations in {everything.seconds:.0f} s, {missing} to go", flush=True)
     if missing:
@@ -138,13 +183,13 @@ def both_ways(name: str, folder: Path, rows: list[Row], *, atlas_first: bool) ->
     others = folder / "others.parquet"
     write_atlas([row for row in rows if row.workload != name], others)
     best = Recipe.parse(max(own, key=lambda row: row.speedup or 0.0).recipe)
-    target, found = f"{HERE / 'atlas_models.py'}:{name}", {}
+    found = {}
     for way in ("with", "without") if atlas_first else ("without", "with"):
         shutil.rmtree(folder / way, ignore_errors=True)
-        found[way] = tune(target, techniques=factorials.levels(), budget_s=None, output=folder / way,
+        found[way] = tune(target(name), techniques=factorials.levels(), budget_s=None, output=folder / way,
                           atlas=others if way == "with" else None, on_progress=_tell)  # fmt: skip
     recipes = list(dict.fromkeys([found["with"].recipe, found["without"].recipe, best]))
-    compared = bench(target, recipes, max_rounds=20, settle=False)
+    compared = bench(target(name), recipes, max_rounds=20, settle=False)
     trial = dict(zip(recipes, compared.trials[1:], strict=True))
     told = {
         way: {

@@ -14,8 +14,8 @@ So a recipe without levels has a speed-up of 1 exactly, what all models gain is 
 gain on this machine from those on it (m: 16 bits are slow where no unit multiplies them), what alike ones gain counts
 more (d: their operators, sizes and machines), and each has something of its own, which no other tells and which is why
 a forecast is never sure. A level's w, m and o are found from what it changes a time by, as a log, in trials with it
-over trials that differ in nothing else: the root mean square of that over models, and its standard deviation between
-machines and between models of one machine. So a level that does much the same to all models is foreseen closely. The
+over trials that differ in nothing else: its mean, and its standard deviation between machines and between models of
+one machine. So a level that does much the same to all models is foreseen closely. The
 other numbers, the reach of the likeness and the noise are those of a small grid under which the rows are likeliest.
 Trials of the model in question are added as they come.
 """

@@ -20,8 +20,8 @@ def auto(
 ) -> Trial | None:
     """Find the best recipe with few trials; None if none may win.
 
-    `first` names techniques to try before others (a diagnosis says so). A `guide` begins with what may be best by what
-    it expects; as long as it is reliable, it is gone by.
+    `first` names techniques to try before others (a diagnosis says so). A `guide` adds what helped other models and
+    leaves out what has no chance; as long as it is reliable, it is gone by.
     """
     evidence = Evidence(space, session)
     led: set[Recipe] = set()

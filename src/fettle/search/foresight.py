@@ -6,9 +6,9 @@ it, and tries the rest in the order of expected improvement (Mockus, 1978) per s
 *Practical Bayesian Optimization*, 2012), so that what takes a minute to compile must promise more.
 
 A forecast is never taken for a result: what it favours is measured, and forecasts are ignored as soon as measurements
-contradict them. What is cheap to try is tried whatever is foreseen. What is not is left out only where its chance is
-small by forecasts that held wherever they were checked; what no model on such a machine had is foreseen so widely that
-it has one.
+contradict them. The bundles and what is cheap to try are tried whatever is foreseen. The rest is left out only where
+its chance is small by forecasts that held wherever they were checked; what no model on such a machine had is foreseen
+so widely that it has one.
 """
 
 from __future__ import annotations
@@ -136,10 +136,9 @@ class Guide:
         return bool(off) and 2 * len(off) >= len(self.foreseen) and sum(z * z for z in off) / len(off) <= _OFF
 
     def begin(self, evidence: Evidence, root: Sequence[Recipe]) -> bool:
-        """Measure the bundles that may be the best, then what other models had and is likely to be better; whether
-        there is budget left."""
+        """Measure the bundles, then what other models had and is likely to be better; whether there is budget left."""
         beside = [Recipe(), *root]
-        while batch := next(batches(evidence.space, self._hopeful(evidence)), []):
+        for batch in batches(evidence.space, _usable(evidence, evidence.space.bundles)):
             if not self.measure(evidence, batch, beside):
                 return False
         for _ in range(IDEAS):
@@ -195,28 +194,17 @@ class Guide:
             f"It expected most of {best}.",
         ]
 
-    def _hopeful(self, evidence: Evidence) -> list[Recipe]:
-        """The bundles that may be better than the leader and than what is expected of the best of them."""
-        bundles = _usable(evidence, evidence.space.bundles)
-        expected = self.foresight.forecast(bundles, list(evidence.trials.values()))
-        best = max([self._best(evidence), *(one.gain for one in expected)])
-        return [recipe for recipe, one in zip(bundles, expected, strict=True) if one.chance(best) >= _CHANCE]
-
     def _promising(self, evidence: Evidence) -> list[Recipe]:
         """The recipe of another model that should improve most on the leader for its seconds; none where none is
         likely to."""
-        ideas, best = _usable(evidence, self.foresight.ideas), self._best(evidence)
+        ideas, leader = _usable(evidence, self.foresight.ideas), evidence.leader()
+        best = max(0.0, -evidence.score(leader)) if leader is not None else 0.0
         expected = self.foresight.forecast(ideas, list(evidence.trials.values()))
         worth = {
             recipe: one.improvement(best) / max(one.seconds, 1e-3) for recipe, one in zip(ideas, expected, strict=True)
             if one.improvement(best) >= WORTH and one.chance(best) >= _LIKELY
         }  # fmt: skip
         return sorted(worth, key=lambda recipe: (-worth[recipe], str(recipe)))[:1]
-
-    def _best(self, evidence: Evidence) -> float:
-        """The gain of the leader."""
-        leader = evidence.leader()
-        return max(0.0, -evidence.score(leader)) if leader is not None else 0.0
 
 
 def _usable(evidence: Evidence, recipes: Iterable[Recipe]) -> list[Recipe]:
