@@ -50,8 +50,7 @@ _LOGS = {"parameters": 1.0, "flops": 1.0, "samples": 1.0, "calls": 0.7}
 _SHARES = {"matrix": 0.25, "pointwise": 0.25, "layout": 0.25, "index": 0.25,
            "convolution": 0.4, "attention": 0.4, "recurrent": 0.3}  # fmt: skip
 _OTHER_MACHINE = 1.0
-_OTHER_UNITS = 1.0
-"""Added to the squared distance of rows from another machine, and from one with other matrix or vector units."""
+"""Added to the squared distance of models on two machines."""
 _USUAL_WORTH = 0.3
 """What a level changes a time by, as a log, where nothing is known of it."""
 _NORMAL = 1.96
@@ -317,12 +316,7 @@ def _points(subjects: Sequence[Subject]) -> Numbers:
 
 def _distance(one: Subject, other: Subject, way: Numbers) -> float:
     """Squared: `way` from one model to the other, and what machines differ by."""
-    models = float(way @ way)
-    if one.machine == other.machine:
-        return models
-    units = (one.matrix_units, one.vector) != (other.matrix_units, other.vector)
-    cores = math.log2((1 + (one.cores or 1)) / (1 + (other.cores or 1)))
-    return models + _OTHER_MACHINE + _OTHER_UNITS * units + cores**2
+    return float(way @ way) + _OTHER_MACHINE * (one.machine != other.machine)
 
 
 def _error(row: Row) -> float:

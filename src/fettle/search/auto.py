@@ -25,13 +25,24 @@ def auto(
     """
     evidence = Evidence(space, session)
     led: set[Recipe] = set()
-    going_on, screened = guide is None or guide.begin(evidence, _root(space)), False
+    root = _root(space)
+
+    def measure(recipes: Sequence[Recipe]) -> bool:
+        """Whether there is budget left. Recipes come before the root: where time is short, a bundle is raced first."""
+        if guide is not None:
+            return guide.measure(evidence, recipes, root)
+        return evidence.measure([Recipe(), *recipes, *root])
+
+    bundles = [bundle for bundle in (with_required(space, one) for one in space.bundles) if valid(space, bundle)]
+    going_on, screened = all(map(measure, batches(space, bundles))), False
+    if guide is not None:
+        going_on = going_on and guide.begin(evidence, root)
     while going_on:
         leader = evidence.leader()
         if guide is not None and (leader is None or not guide.is_reliable):
             guide = None
         if guide is None and not screened:
-            going_on, screened = _screen(evidence, first), True
+            going_on, screened = all(map(measure, [*batches(space, _alone(evidence, first)), []])), True
             continue
         if leader is None:
             break
@@ -39,20 +50,8 @@ def auto(
         batch = _next_batch(evidence, leader, led, first, guide)
         if not batch:
             break
-        going_on = guide.measure(evidence, batch) if guide is not None else evidence.measure(batch)
+        going_on = measure(batch)
     return evidence.leader()
-
-
-def _screen(evidence: Evidence, first: Sequence[str]) -> bool:
-    """Measure the bundles, and every level that is cheap alone; whether there is budget left."""
-    space, going_on = evidence.space, True
-    baseline, root = Recipe(), _root(space)  # both measured once, in the first batch
-    bundles = [with_required(space, bundle) for bundle in space.bundles]
-    for batch in batches(space, [bundle for bundle in bundles if valid(space, bundle)]):
-        going_on = going_on and evidence.measure([baseline, *batch, *root])  # where time is short, a bundle comes first
-    for batch in batches(space, _alone(evidence, first)):
-        going_on = going_on and evidence.measure([baseline, *batch, *root])
-    return going_on and evidence.measure([baseline, *root])
 
 
 def _alone(evidence: Evidence, first: Sequence[str]) -> list[Recipe]:

@@ -22,7 +22,7 @@ from typing import Protocol
 from fettle.measure import Trial
 from fettle.recipe import Recipe
 from fettle.search._evidence import Evidence
-from fettle.search._space import Level, batches, holds, valid, with_required
+from fettle.search._space import Level, holds, valid, with_required
 
 SLOWEST = -math.log(3)
 """Smaller gains are taken for this one: how much slower still a recipe is does not matter, and differs widely."""
@@ -36,6 +36,8 @@ IDEAS = 4
 """so many at most."""
 _LUCK = 0.05
 """What a measured gain may be off by itself."""
+_HELD = 2.0
+"""Standard deviations that what is found may be off its forecast by."""
 _OFF = 4.0
 """Mean square of the forecasts' standardised errors above which they are not reliable; 1 where they are calibrated."""
 _CHANCE = 0.1
@@ -99,19 +101,16 @@ class Foreseen:
         return max(SLOWEST, math.log(ratio.estimate)) if ratio is not None and ratio.estimate > 0 else None
 
     @property
+    def off(self) -> float | None:
+        """By how many standard deviations of what was unsure it was better than expected; None where it did not run."""
+        if self.gain is None:
+            return None
+        return (self.gain - self.expected.gain) / math.hypot(self.expected.spread, _LUCK)
+
+    @property
     def held(self) -> bool:
         """Whether it came as expected, as far as that was sure."""
-        return self.gain is not None and abs(self.gain - self.expected.gain) <= 2 * self.unsure
-
-    @property
-    def better(self) -> bool:
-        """Whether it was better than expected, by more than that was unsure."""
-        return self.gain is not None and self.gain > self.expected.gain and not self.held
-
-    @property
-    def unsure(self) -> float:
-        """Standard deviation of what was expected from what is found."""
-        return math.hypot(self.expected.spread, _LUCK)
+        return self.off is not None and abs(self.off) <= _HELD
 
     def __str__(self) -> str:
         outcome = f"it failed: {self.trial.reason}" if self.trial.reason else "no comparison"
@@ -131,31 +130,27 @@ class Guide:
     @property
     def is_reliable(self) -> bool:
         """Whether the forecasts were as close to what was measured as they said."""
-        off = [min(5.0, abs(one.gain - one.expected.gain) / one.unsure)
-               for one in self.foreseen if one.gain is not None]  # fmt: skip
-        return bool(off) and 2 * len(off) >= len(self.foreseen) and sum(z * z for z in off) / len(off) <= _OFF
+        squares = [min(5.0, abs(one.off)) ** 2 for one in self.foreseen if one.off is not None]
+        return bool(squares) and 2 * len(squares) >= len(self.foreseen) and statistics.fmean(squares) <= _OFF
 
     def begin(self, evidence: Evidence, root: Sequence[Recipe]) -> bool:
-        """Measure the bundles, then what other models had and is likely to be better; whether there is budget left."""
-        beside = [Recipe(), *root]
-        for batch in batches(evidence.space, _usable(evidence, evidence.space.bundles)):
-            if not self.measure(evidence, batch, beside):
-                return False
+        """Measure what other models had and is likely to be better; whether there is budget left."""
         for _ in range(IDEAS):
             if (self.foreseen and not self.is_reliable) or not (batch := self._promising(evidence)):
                 break
-            if not self.measure(evidence, batch, beside):
+            if not self.measure(evidence, batch, root):
                 return False
         if not self.is_reliable:
             why = "was wrong about this model" if self.foreseen else "expects that nothing helps here"
             self.say(f"the atlas {why}: searching as without it")
-        return evidence.measure(beside)
+        return True
 
-    def measure(self, evidence: Evidence, recipes: Sequence[Recipe], beside: Sequence[Recipe] = ()) -> bool:
-        """Measure recipes, and keep what was expected of them beside what is found; whether there is budget left."""
+    def measure(self, evidence: Evidence, recipes: Sequence[Recipe], root: Sequence[Recipe] = ()) -> bool:
+        """Measure recipes beside the workload as given and the `root`, and keep what was expected of them beside what
+        is found; whether there is budget left."""
         new = [recipe for recipe in recipes if recipe not in evidence.trials]
         expected = self.foresight.forecast(new, list(evidence.trials.values()))
-        going_on = evidence.measure([*beside, *recipes])
+        going_on = evidence.measure([Recipe(), *recipes, *root])
         for recipe, forecast in zip(new, expected, strict=True):
             if recipe in evidence.trials:
                 self.foreseen.append(Foreseen(recipe, forecast, evidence.trials[recipe]))
@@ -170,7 +165,7 @@ class Guide:
         best, recipes = -evidence.score(leader), list(moves)
         expected = dict(zip(recipes, self.foresight.forecast(recipes, list(evidence.trials.values())), strict=True))
         able = [recipe for recipe in recipes if expected[recipe].chance(best) >= _CHANCE]
-        better = {level for one in self.foreseen if one.better for level in one.recipe.levels.items()}
+        better = {level for one in self.foreseen if (one.off or 0) > _HELD for level in one.recipe.levels.items()}
         left = able or [recipe for recipe in recipes if moves[recipe] in better]
         return {recipe: expected[recipe].improvement(best) / max(expected[recipe].seconds, 1e-3) for recipe in left}
 
@@ -182,7 +177,7 @@ class Guide:
 
     def summary(self) -> list[str]:
         """What was expected and found, for the result: a line on all, and one on the best that was foreseen."""
-        ran = [one for one in self.foreseen if one.gain is not None]
+        ran = [one for one in self.foreseen if one.off is not None]
         if not ran:
             return []
         best = max(ran, key=lambda one: one.expected.gain)
