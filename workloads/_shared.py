@@ -26,7 +26,8 @@ def kept_answer(make: Callable[[], Any], model: torch.nn.Module, batch: tuple, n
     """A tensor that is computed once for a model's weights, the inputs and what else it is `about`."""
     digest = hashlib.sha256(about.encode())
     for value in (*model.state_dict().values(), *batch):
-        digest.update(value.reshape(-1)[:: max(1, value.numel() // 997)].cpu().numpy().tobytes())
+        some = value.reshape(-1)[:: max(1, value.numel() // 997)].cpu().contiguous()
+        digest.update(some.view(torch.uint8).numpy().tobytes())  # NumPy has no bfloat16
     device = batch[0].device
     return kept(make, f"{name}-{digest.hexdigest()[:16]}-{device.type}").to(device)
 

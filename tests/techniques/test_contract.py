@@ -588,7 +588,19 @@ def test_a_script_of_a_model_that_writes_has_its_draft_and_any_sequence_of_batch
 @pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])
 def test_a_script_times_what_a_device_does_and_not_its_launches(device):
     text = source(Recipe({"grad": "no_grad"}), Facts(device=device), target=Target("/a.py:workload"))
-    assert ("torch.accelerator.synchronize()\n        times.append(" in text) == (device != "cpu")
+    assert (f'wait_for("{device}")\n        times.append(' in text) == (device != "cpu")
+
+
+def test_a_script_waits_for_every_gpu_that_holds_something_of_it(monkeypatch):
+    text = source(Recipe({"grad": "no_grad"}), Facts(device="cuda"), target=Target("/a.py:workload"))
+    waited, names = [], {"__name__": "optimized"}
+    exec(compile(text, "optimized.py", "exec"), names)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    monkeypatch.setattr("torch.accelerator.synchronize", waited.append)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda gpu: gpu != 1)
+    names["wait_for"]("cuda")
+    assert waited == [0, 2]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -423,6 +423,18 @@ def test_a_step_of_many_ranks_is_drawn_by_its_longest_events(tmp_path: Path) -> 
     assert MAX_ROWS // 2 < max(drawn) <= MAX_ROWS
 
 
+def test_a_chart_of_more_lines_than_are_drawn_says_how_many_there_are() -> None:
+    from fettle.trace.report.charts.lines import step_line
+    from fettle.trace.report.charts.look import MAX_SERIES
+
+    def title(series: int) -> str:
+        frame = pl.DataFrame({"rank": 0, "ts_ns": range(series), "v": 1, "s": [f"stream {i}" for i in range(series)]})
+        return step_line(frame, "v", series="s", unit="MiB").to_dict()["encoding"]["x"]["title"]
+
+    assert title(MAX_SERIES) == "milliseconds"
+    assert f"{MAX_SERIES} of {MAX_SERIES + 3} series" in title(MAX_SERIES + 3)
+
+
 def test_thinned_lines_keep_their_peaks() -> None:
     from fettle.trace.report.charts.lines import thin_steps
     from fettle.trace.report.charts.look import MAX_ROWS

@@ -56,6 +56,18 @@ def tensors(tree: object) -> dict[str, torch.Tensor]:
     return {path: leaf for path, leaf in leaves(tree) if isinstance(leaf, torch.Tensor)}
 
 
+def test_kept_answers_of_weights_in_bfloat16_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kept_answer, model = module("_shared")["kept_answer"], torch.nn.Linear(2, 2, dtype=torch.bfloat16)
+
+    def answer(value: float) -> float:
+        return kept_answer(lambda: torch.tensor([value]), model, (torch.ones(1, 2),), "answer").item()
+
+    assert answer(1.0) == answer(2.0) == 1.0
+    torch.nn.init.zeros_(model.weight)
+    assert answer(2.0) == 2.0
+
+
 def test_every_file_is_tested() -> None:
     assert {path.stem for path in FOLDER.glob("*.py") if not path.stem.startswith(("train_", "_"))} == {
         *LIGHT, *HEAVY, *TRAINED, "help_text", "segment_anything", "segment_anything_2", "stable_diffusion",

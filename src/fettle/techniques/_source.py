@@ -27,7 +27,7 @@ from fettle.techniques._loop import LOOP_MAIN, LOOP_USE, loop
 from fettle.techniques._pipeline import Part, calls_of_parts, put_part
 from fettle.techniques._ranks import endless
 from fettle.techniques._state_kept import STATE_KEPT
-from fettle.workload import Target, map_tensors, spread
+from fettle.workload import Target, map_tensors, spread, wait_for
 
 _BEFORE_START = ("LD_PRELOAD", "MALLOC_CONF")
 """Variables that a process which is running already takes no notice of."""
@@ -100,6 +100,7 @@ def source(
     With the `target` of the workload the file runs as it stands; without it it says how to use it. `calibration` is how
     many of the workload's first batches are handed to ``optimize``.
     """
+    waits = facts.device != "cpu"
     if facts.mode == "training":
         title, ranks = _over_ranks(heading or f"A training loop: {recipe}.", recipe, facts)
         titled = [(title, code) for _, title, code in codes(recipe, facts)]
@@ -107,7 +108,7 @@ def source(
         main, use = LOOP_MAIN, LOOP_USE
     else:
         title, ranks = _over_ranks(heading or f"Optimised for inference: {recipe}.", recipe, facts)
-        used = () if target is None else (spread, map_tensors) if facts.changes_inputs else (spread,)
+        used = () if target is None else (spread, *[map_tensors] * facts.changes_inputs, *[wait_for] * waits)
         lines = _functions(recipe, facts, title, Code(helpers=used))
         main, use = _MAIN, _USE.format(call=_call(facts))
     if target is not None:
@@ -117,7 +118,7 @@ def source(
         lines += [
             main.format(
                 made=_lines_that_make(target), calibration=max(1, calibration), call=_call(facts), most=FROM_LOADER,
-                wait="" if facts.device == "cpu" else "        torch.accelerator.synchronize()\n", ranks=ranks,
+                wait=f'        wait_for("{facts.device}")\n' * waits, ranks=ranks,
                 given="map_tensors(torch.clone, batches[0], caches=True)" if facts.changes_inputs else "batches[0]",
                 going=going, samples=facts.samples * batch_factor(recipe),
             )

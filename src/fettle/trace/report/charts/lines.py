@@ -12,16 +12,18 @@ from fettle.trace.report.charts.look import MAX_ROWS, MAX_SERIES, colour, millis
 
 def step_line(frame: pl.DataFrame, value: str, *, series: str, unit: str, area: bool = False) -> Any:
     """A step function over time (columns rank, ts_ns), one line a series; peaks and troughs survive the thinning."""
-    most = frame.group_by(series).len().sort("len", descending=True)[series].head(MAX_SERIES)
+    every = frame.group_by(series).len().sort("len", descending=True)[series]
     since = pl.col("ts_ns") - pl.col("ts_ns").min().over("rank")  # ranks may have clocks of their own
-    frame = frame.filter(pl.col(series).is_in(most.implode())).with_columns(since)
+    frame = frame.filter(pl.col(series).is_in(every.head(MAX_SERIES).implode())).with_columns(since)
     names = frame[series].cast(pl.String()).unique(maintain_order=True).to_list()
     thin = thin_steps(frame, value, series)
     chart = alt.Chart(thin.select(value, ms=pl.col("ts_ns") / 1e6, series=pl.col(series).cast(pl.String())))
     filled = chart.mark_area(interpolate="step-after", opacity=0.75)
     marked = filled if area else chart.mark_line(interpolate="step-after", strokeWidth=1)
     y = alt.Y(f"{value}:Q", title=unit, stack=None)
-    return sized(marked.encode(x=milliseconds("ms"), y=y, color=colour("series", names)), 190)
+    few = f": {MAX_SERIES} of {len(every)} series, those with the most points" if len(every) > MAX_SERIES else ""
+    x = milliseconds("ms", f"milliseconds{few}")
+    return sized(marked.encode(x=x, y=y, color=colour("series", names)), 190)
 
 
 def bandwidth_chart(frame: pl.DataFrame) -> Any:
