@@ -28,7 +28,7 @@ from fettle.studies.outcome import Rung
 from fettle.studies.output import rows, study_json, write_table
 from fettle.studies.page import headline, page, shares_table
 from fettle.studies.reading import read_ladder
-from fettle.studies.table import Response, Table
+from fettle.studies.table import Experiment, Response, Table
 from tests.studies.made_up import switches, table
 
 GAINS = {"a=on": 0.1, "b=on": 0.4, "a=on b=on": 0.7, "c=on": -0.2}
@@ -283,6 +283,13 @@ def test_the_table_goes_to_csv_and_parquet_and_back(study, tmp_path):
         assert frame.height == 16
         assert frame["time_ms"].null_count() == 1
         assert set(frame.columns) == {"group", "a", "b", "c", "time_ms", "error", "reason"}
+
+
+def test_a_table_has_the_host_of_each_experiment_beside_a_factor_of_that_name(study):
+    levels = {"host": ("a", "b")}
+    made = Experiment({"host": "a"}, {}, machine="cpu-x2", host="node7")
+    row = rows(replace(study, factors=levels, experiments=(made,)))[0]
+    assert (row["host"], row["host_"], row["machine"]) == ("a", "node7", "cpu-x2")
 
 
 def test_the_front_is_what_no_other_beats_in_both():

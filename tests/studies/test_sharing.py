@@ -165,6 +165,7 @@ def test_a_gpu_has_one_worker_however_it_is_spelled(tmp_path, monkeypatch):
     session = SimpleNamespace(facts=SimpleNamespace(device="cuda"), report=wait)
     seen[:] = ["a"]  # CUDA_VISIBLE_DEVICES=0 or its UUID
     with one_at_a_time(session):
+        assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {0o600}  # nobody else may take it
         seen[:] = ["b", "a"]  # unset
         with pytest.raises(InterruptedError, match="another worker measures on this device"), one_at_a_time(session):
             pass

@@ -160,3 +160,17 @@ def test_a_memory_plan_that_failed_in_passing_is_made_again(kind, is_kept):
         plan = plan_memory(worker, study, 2, 1, facts, 1 << 30, lambda text: None)
         assert plan.note == "the memory could not be planned: out of order"
     assert len(asked) == (1 if is_kept else 2)
+
+
+def test_a_memory_plan_that_failed_under_an_earlier_version_is_made_again():
+    asked, facts = [], Facts(mode="training")
+    notes = {"ranks": 2, "plan 2 1073741824": {"plan": None, "note": "the memory could not be planned: no answer"}}
+
+    def ask(request, *_):
+        asked.append(request)
+        raise WorkerError("out of order", "error")
+
+    study: Any = SimpleNamespace(note=notes.get, set_note=notes.__setitem__)
+    worker: Any = SimpleNamespace(ask=ask)
+    plan_memory(worker, study, 2, 1, facts, 1 << 30, lambda text: None)
+    assert asked

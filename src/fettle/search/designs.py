@@ -204,37 +204,43 @@ def _grown(space: Space, random: np.random.Generator) -> Recipe:
     return recipe
 
 
-def _columns(space: Space, recipes: Sequence[Recipe]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """The model matrix, and the prior precision of each column: none on the mean and main effects, some on two-way
-    interactions, which are wanted as far as the runs allow (a Bayesian D-optimal design)."""
+def _columns(space: Space, recipes: Sequence[Recipe]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+    """The columns of main effects in the model matrix, 1 and -1, and which products of two of them are columns, too:
+    two-way interactions. These are never written out: of a large space they would take hundreds of megabytes."""
     mains: list[tuple[str, npt.NDArray[np.float64]]] = []
     for name, levels in space.choices.items():
         for level in levels[1:]:
             chosen = np.array([recipe.levels.get(name, levels[0]) == level for recipe in recipes], dtype=np.float64)
             if 0 < chosen.sum() < len(recipes):
                 mains.append((name, 2 * chosen - 1))
-    both = combinations(mains, 2) if len(mains) <= _MOST_WITH_PAIRS else ()
-    pairs = [(one, two) for (a, one), (b, two) in both if a != b]
-    matrix = np.ones((len(recipes), 1 + len(mains) + len(pairs)))
-    for place, column in enumerate(chain((one for _, one in mains), (one * two for one, two in pairs)), start=1):
-        matrix[:, place] = column
-    return matrix, np.array([1e-3] * (1 + len(mains)) + [1.0] * len(pairs))
+    names = np.array([name for name, _ in mains])
+    apart = (names[:, None] != names) & (len(mains) <= _MOST_WITH_PAIRS)
+    return np.column_stack([np.empty((len(recipes), 0)), *(column for _, column in mains)]), np.triu(apart)
 
 
-def _spread(model: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]], most: int) -> list[int]:
+def _spread(model: tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]], most: int) -> list[int]:
     """Greedy near D-optimal choice: always the row whose outcome is least certain given those chosen.
 
-    What each chosen row tells is kept as one vector: the matrix of what they leave open has the square of its entries.
+    No prior precision stands on the mean and main effects, some on interactions, which are wanted as far as the runs
+    allow (a Bayesian D-optimal design). What each chosen row tells is kept as one vector: the matrix of what they leave
+    open has the square of its entries.
     """
-    matrix, precision = model
-    variance = np.einsum("ij,j,ij->i", matrix, 1 / precision, matrix)
+    mains, pairs = model
+    precision = np.array([1e-3] * (1 + mains.shape[1]) + [1.0] * int(pairs.sum()))
+    variance = np.full(len(mains), (1 / precision).sum())  # all entries are 1 or -1
     told = np.empty((most, len(precision)))
     chosen: list[int] = []
     for count in range(most):
         row = int(np.argmax(np.round(variance, 9)))  # rounded, so that ties fall alike on every machine
         chosen.append(row)
-        along = matrix[row] / precision - told[:count].T @ (told[:count] @ matrix[row])
-        told[count] = along / math.sqrt(1 + matrix[row] @ along)
-        variance -= (matrix @ told[count]) ** 2  # one product for all rows: computing them anew takes minutes
+        entries = np.concatenate([[1.0], mains[row], np.outer(mains[row], mains[row])[pairs]])
+        along = entries / precision - told[:count].T @ (told[:count] @ entries)
+        told[count] = along / math.sqrt(1 + entries @ along)
+        tells = told[count, 0] + mains @ told[count, 1 : 1 + mains.shape[1]]
+        if pairs.any():
+            beside = np.zeros(pairs.shape)
+            beside[pairs] = told[count, 1 + mains.shape[1] :]
+            tells += ((mains @ beside) * mains).sum(1)
+        variance -= tells**2  # one product for all rows: computing them anew takes minutes
         variance[row] = -np.inf
     return chosen

@@ -73,9 +73,11 @@ def _came_out(table: Table) -> dict[str, str]:
 
 
 def _where(table: Table, row: Experiment) -> dict[str, str]:
-    """Which machine it was, in studies of fettle's own."""
-    known = {MACHINE: row.machine, "host": row.host} if any(one.machine for one in table.experiments) else {}
-    return {name: value for name, value in known.items() if name not in table.factors}
+    """Which machine it was, in studies of fettle's own; a factor of that name says of kinds of machines which it was."""
+    if not any(one.machine for one in table.experiments):
+        return {}
+    kind = {} if MACHINE in table.factors else {MACHINE: row.machine}
+    return {**kind, "host_" if "host" in table.factors else "host": row.host}
 
 
 def write_table(table: Table, path: Path) -> None:

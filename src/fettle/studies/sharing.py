@@ -8,7 +8,6 @@ factor. A device has one worker at a time.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import tempfile
@@ -19,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from fettle.errors import UsageError
+from fettle.journal import locked
 from fettle.machine import Machine
 from fettle.measure import Trial
 from fettle.recipe import Recipe
@@ -58,15 +58,13 @@ def one_at_a_time(session: Session) -> Iterator[None]:
         for name in _devices(session.facts.device):
             path = Path(tempfile.gettempdir()) / f"fettle-{os.getuid()}-{name}.lock"
             try:
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            except OSError as error:
-                raise UsageError(f"{path}: the device cannot be taken ({error.strerror})") from None
-            ends.callback(os.close, descriptor)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock = locked(path, mode=0o600)
             except BlockingIOError:
                 session.report("another worker measures on this device")
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                lock = locked(path, wait=True, mode=0o600)
+            except OSError as error:
+                raise UsageError(f"{path}: the device cannot be taken ({error.strerror})") from None
+            ends.callback(os.close, lock)
         yield
 
 

@@ -197,7 +197,8 @@ def plan_memory(
 
     try:
         kept = study.note(key)
-        return MemoryPlan(msgspec.convert(kept["plan"], Plan | None), kept["note"])
+        kind = Plan | None if "lasts" in kept else Plan  # earlier versions kept what had failed in passing, too
+        return MemoryPlan(msgspec.convert(kept["plan"], kind), kept["note"])
     except (TypeError, KeyError, msgspec.ValidationError):  # none yet, or another version's
         on_progress(f"planning the memory of {ranks} ranks")
     try:
@@ -207,7 +208,7 @@ def plan_memory(
         plan = MemoryPlan(None, f"the memory could not be planned: {error}")
         if isinstance(error, WorkerError) and error.kind != "error":  # it ended, or took too long: this once, maybe
             return plan
-    study.set_note(key, {"plan": msgspec.to_builtins(plan.made), "note": plan.note})
+    study.set_note(key, {"plan": msgspec.to_builtins(plan.made), "note": plan.note, "lasts": True})
     return plan
 
 
