@@ -1008,6 +1008,23 @@ def test_a_seed_decides_and_almost_no_temperature_is_the_likeliest(level) -> Non
         replace(work, temperature=-1)
 
 
+class Unforgetting(nn.Module):
+    """A draft whose object writes by itself, and cannot forget."""
+
+    def prefill(self, input_ids: torch.Tensor, room: int = 0) -> torch.Tensor:
+        return torch.zeros(len(input_ids), WORDS)
+
+    def decode(self, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(*tokens.shape, WORDS)
+
+
+def test_a_draft_that_cannot_forget_a_wrong_guess_is_not_offered() -> None:
+    for draft, offered in ((smaller(True), True), (gemma(), True), (Unforgetting(), False)):
+        facts = probe_facts(fettle.GenerationWorkload(llama(), [ids(2, 9)], new_tokens=12, draft=draft))
+        why_not = conflict(Recipe({"guessing": "draft"}), facts)
+        assert ("`draft` cannot guess" in why_not) != offered
+
+
 def test_a_draft_must_fit() -> None:
     config = transformers.GPT2Config(vocab_size=12, n_embd=8, n_layer=1, n_head=1, n_positions=32)
     other = transformers.GPT2LMHeadModel(config)

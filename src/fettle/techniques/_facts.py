@@ -89,6 +89,8 @@ class Facts:
     """Tokens of the longest prompt that a decoder reads."""
     has_draft: bool = False
     """The workload has a smaller model that guesses what the model will write."""
+    draft_fails: str = ""
+    """What that says where it cannot forget a wrong guess; empty where it can."""
     row_counts: tuple[int, ...] = ()
     """Rows at which tokens a second are told."""
     keeps: str = ""

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+from fettle.errors import first_line
 from fettle.generate import GenerationWorkload
 from fettle.generate.decoding import Kept, chances, decoder_of, is_two_parts, part, pick, score, write
 from fettle.generate.quality import MAX_KL
 from fettle.techniques._base import Code
+from fettle.techniques._state_kept import state_kept
 from fettle.workload import Workload
 
 
@@ -30,6 +32,7 @@ def generation_facts(workload: Workload) -> dict[str, Any]:
         "new_tokens": int(workload.new_tokens),
         "prompt_tokens": workload.prompt_tokens,
         "has_draft": workload.draft is not None,
+        "draft_fails": _why_not_guess(workload.draft, workload.inputs[0].get("input_ids")),
         "row_counts": tuple(workload.batches),
         "keeps": keeps,
         "masks_alone": keeps in ("static", "whole") and not workload.is_two_parts and not _is_told(model),
@@ -86,6 +89,23 @@ def _seen(decoder: Kept, prompt: dict[str, Any]) -> str:
     with contextlib.suppress(Exception):  # the baseline trial will say what is wrong with it
         decoder.prefill(room=1, **prompt)
     return "state" if decoder.one_at_a_time else "dynamic" if decoder.beside else ""
+
+
+def _why_not_guess(draft: Any, tokens: torch.Tensor | None) -> str:
+    """What a smaller model says where it cannot forget a wrong guess; empty where it can, or there is none."""
+    if draft is None or tokens is None:
+        return ""
+    decoder = decoder_of(draft)
+    try:
+        with state_kept(draft):
+            decoder.prefill(room=2, input_ids=tokens[:, :2])
+            if hasattr(decoder, "will_crop"):
+                decoder.will_crop()
+            decoder.decode(tokens[:, :1])
+            decoder.crop(1)
+    except Exception as error:
+        return first_line(error)
+    return ""
 
 
 def writing(codes: Sequence[Code]) -> Code:

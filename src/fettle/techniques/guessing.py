@@ -172,6 +172,8 @@ class Guessing(Technique):
         elif not facts.forgets:
             why_not = "the workload's object has no `crop`, by which wrong guesses are forgotten"
         no_draft = why_not or ("" if facts.has_draft else "the workload has no `draft`, a smaller model that guesses")
+        if facts.draft_fails:
+            no_draft = no_draft or f"the workload's `draft` cannot guess: {facts.draft_fails}"
         return [
             Level("off", "one token a step"),
             Level("prompt", "what followed the same tokens before, checked in one call", why_not),
