@@ -1,7 +1,7 @@
 """Inputs as people have them: what each is taken for, and what the caller is asked where it cannot be told."""
 
 import itertools
-from collections import UserDict, deque, namedtuple
+from collections import OrderedDict, UserDict, deque, namedtuple
 
 import pytest
 import torch
@@ -49,6 +49,7 @@ def one(x):
         ([(X, X)] * 3, Two(), 3, "3 batches of 2 positional arguments"),
         ({"input_ids": X}, Named(), 1, "one batch of keyword arguments: input_ids"),
         (UserDict(input_ids=X), Named(), 1, "one batch of keyword arguments: input_ids"),
+        (OrderedDict(input_ids=X), Named(), 1, "one batch of keyword arguments: input_ids"),
         ([{"input_ids": X}] * 2, Named(), 2, "2 batches of keyword arguments: input_ids"),
         ({"anything": X}, lambda **rest: rest, 1, "one batch of keyword arguments: anything"),
         ({1: X}, one, 1, "one batch of one argument: dict"),

@@ -148,6 +148,31 @@ def test_what_a_call_was_made_with_counts() -> None:
     assert len({structure(Scaled(), call) for call in calls}) == len(calls)
 
 
+def test_the_data_that_a_metric_is_computed_on_counts() -> None:
+    class Metric:
+        def __init__(self, split: torch.Tensor) -> None:
+            self.split = split
+
+        def __call__(self, run: object) -> float:
+            return 0.0
+
+    def made(split: object) -> object:
+        def metric(run: object) -> object:
+            return split
+
+        return metric
+
+    def sets(start: int) -> list[object]:
+        whole = torch.arange(100.0)
+        part = torch.utils.data.Subset(torch.utils.data.TensorDataset(whole), [start, start + 1])
+        split, loader = whole[start : start + 2], torch.utils.data.DataLoader(part)
+        return [made(split), made(split.numpy()), made([(split, 1)]), made(loader), Metric(split), partial(print, split)]
+
+    hashes = [[structure(nn.ReLU(), metric) for metric in sets(start)] for start in (0, 0, 50)]
+    assert hashes[0] == hashes[1]
+    assert not set(hashes[0]) & set(hashes[2])
+
+
 def test_code_that_was_typed_into_a_shell_counts() -> None:
     def typed(text: str) -> str:
         names: dict = {"__name__": "__main__"}

@@ -389,6 +389,24 @@ class TestLoad:
             find_target(str(path)).load()
 
 
+def test_a_method_of_a_module_is_the_module_called_by_it() -> None:
+    class Net(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+        def predict(self, x: torch.Tensor, times: int = 2) -> torch.Tensor:
+            return times * self(x)
+
+    net, x = Net(), batch()
+    made = Workload(net.predict, {"x": x})
+    assert made.model is net
+    assert torch.equal(made.run(made.model, {"x": x}), 2 * x)
+    assert (Workload(net.forward, [x]).model, Workload(net.forward, [x]).call) == (net, None)
+    again = replace(made, model=net.predict)  # as a result is applied to what was tuned
+    assert (again.model, again.call) == (net, Net.predict)
+    assert Workload("text".upper, [()]).model() == "TEXT"
+
+
 def test_workload_from() -> None:
     made = Workload(abs, [1])
     assert workload_from(made, "here") is made

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import sys
-from collections import UserDict
+from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -171,8 +171,8 @@ def _from_loader(batch: Any, takes: _Signature | None) -> Any:
 
 
 def _plain(batch: Any) -> Any:
-    """What the tokenizers of transformers return is a dict in all but its type."""
-    return dict(batch) if isinstance(batch, UserDict) else batch
+    """What the tokenizers of transformers return is a dict in all but its type, and so is an ordered one."""
+    return dict(batch) if isinstance(batch, UserDict) or type(batch) is OrderedDict else batch
 
 
 def _some(items: Sequence[Any]) -> Sequence[Any]:

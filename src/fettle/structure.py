@@ -40,7 +40,9 @@ def structure(model: Any, *parts: Any) -> str:
 
     Comments and layout do not count; functions that this code calls by their name in the same module do. Settings are
     attributes that are functions or plain values; of the latter none whose name begins with an underscore, which may
-    hold an address, or what a module remembers of its calls. The hash is stable for one version of Python.
+    hold an address, or what a module remembers of its calls. What the code beside the modules is given counts, too:
+    tensors, arrays and data sets, such as those that a metric is computed on. The hash is stable for one version of
+    Python.
     """
     digest = hashlib.sha256()
     seen: set[int] = set()
@@ -92,30 +94,30 @@ def _add_attributes(part: Any, digest: Any, seen: set[int]) -> None:
     elif isinstance(part, torch.nn.Module):
         for name, module in part.named_modules():
             digest.update(f"{name}.training={module.training}".encode())
-            _add_settings(name, module, digest, seen)
+            _add_settings(name, module, digest, seen, data=False)
             for hooks in _HOOKS:
-                _add_value(f"{name}.{hooks}", list(getattr(module, hooks, {}).values()), digest, seen)
+                _add_value(f"{name}.{hooks}", list(getattr(module, hooks, {}).values()), digest, seen, data=False)
     elif isinstance(part, types.MethodType):
         _add_settings("", part.__self__, digest, seen)
     elif not isinstance(part, (types.FunctionType, type)):
         _add_settings("", part, digest, seen)
 
 
-def _add_settings(path: str, owner: Any, digest: Any, seen: set[int], depth: int = 0) -> None:
-    """What an object's attributes say, once for each object."""
+def _add_settings(path: str, owner: Any, digest: Any, seen: set[int], depth: int = 0, data: bool = True) -> None:
+    """What an object's attributes say, once for each object; tensors among them only as `data`."""
     if id(owner) in seen:
         return
     seen.add(id(owner))
     for name, value in sorted(getattr(owner, "__dict__", {}).items()):
         if not name.startswith("_") or callable(value) or name.endswith("_implementation_internal"):  # transformers'
             with contextlib.suppress(Exception):  # of a configuration that fails where it is read
-                _add_value(f"{path}.{name}", value, digest, seen, depth)
+                _add_value(f"{path}.{name}", value, digest, seen, depth, data)
 
 
-def _add_value(path: str, value: Any, digest: Any, seen: set[int], depth: int = 0) -> None:
-    """A setting under its name: a plain value, a function, or those in a container or a configuration. Others are none,
-    nor is what changes when a model is saved elsewhere or has warned."""
-    deeper, name = depth + 1, path.rpartition(".")[2]
+def _add_value(path: str, value: Any, digest: Any, seen: set[int], depth: int = 0, data: bool = True) -> None:
+    """A setting under its name: a plain value, a function, `data`, or those in a container or a configuration. Others
+    are none, nor is what changes when a model is saved elsewhere or has warned."""
+    deeper, name = (depth + 1, data), path.rpartition(".")[2]
     if depth > _DEEPEST or "warnings" in name:
         return
     if _is_plain(value):
@@ -123,29 +125,35 @@ def _add_value(path: str, value: Any, digest: Any, seen: set[int], depth: int = 
     elif isinstance(value, dict) or (isinstance(value, Mapping) and name.endswith(_CONFIGS)):
         known = [(str(key), item) for key, item in itertools.islice(value.items(), _MOST) if isinstance(key, _PLAIN)]
         for key, item in sorted(known, key=lambda pair: pair[0]):
-            _add_value(f"{path}.{key}", item, digest, seen, deeper)
+            _add_value(f"{path}.{key}", item, digest, seen, *deeper)
     elif isinstance(value, (list, tuple)):
         few = value[:_MOST]
         if few and all(map(_is_plain, few)):  # a table may have rows of thousands
             digest.update(f"{path}={few!r}".encode())
             return
         for place, item in enumerate(few):
-            _add_value(f"{path}.{place}", item, digest, seen, deeper)
+            _add_value(f"{path}.{place}", item, digest, seen, *deeper)
     elif isinstance(value, (set, frozenset)):  # prints in another order in each process
         digest.update(f"{path}={sorted(map(repr, filter(_is_plain, value)))}".encode())
     elif isinstance(value, functools.partial):
-        _add_value(path, (value.func, value.args, value.keywords), digest, seen, deeper)
+        _add_value(path, (value.func, value.args, value.keywords), digest, seen, *deeper)
     elif isinstance(value, types.MethodType):
-        _add_value(path, value.__func__, digest, seen, deeper)
+        _add_value(path, value.__func__, digest, seen, *deeper)
     elif callable(value) and not isinstance(value, torch.nn.Module):
         digest.update(f"{path}={getattr(value, '__qualname__', type(value).__qualname__)}".encode())
         functions = [] if isinstance(value, type) else list(_functions_of(value))
         for function in functions:
             _add(function, digest, seen)
         if not isinstance(value, types.FunctionType) and any(map(_is_users, functions)):  # an object of the user's
-            _add_settings(path, value, digest, seen, deeper)
+            _add_settings(path, value, digest, seen, *deeper)
+    elif data and (isinstance(value, torch.Tensor) or hasattr(value, "__array_interface__")):
+        with contextlib.suppress(Exception):  # an array of no numbers
+            tensor = torch.as_tensor(value)
+            digest.update(f"{path}={tuple(tensor.shape)}{tensor.dtype}".encode() + some_bytes(tensor))
+    elif data and isinstance(value, (torch.utils.data.Dataset, torch.utils.data.DataLoader)):
+        _add_settings(path, value, digest, seen, *deeper)
     elif dataclasses.is_dataclass(value) or (name.endswith(_CONFIGS) and not isinstance(value, types.ModuleType)):
-        _add_settings(path, value, digest, seen, deeper)
+        _add_settings(path, value, digest, seen, *deeper)
 
 
 def _is_plain(value: Any) -> bool:
@@ -191,3 +199,15 @@ def _is_users(function: types.FunctionType) -> bool:
     if file.startswith("<"):
         return file.startswith("<ipython") or function.__module__ == "__main__"
     return is_program(file)
+
+
+def some_bytes(value: torch.Tensor) -> bytes:
+    """Up to 4096 values at even strides; none where a tensor's values cannot be had as plain memory."""
+    if value.is_meta or not value.numel():
+        return b""
+    try:
+        dense = value.detach().to_dense() if value.layout != torch.strided else value.detach()
+        sample = dense.reshape(-1)[:: -(-dense.numel() // 4096)].resolve_conj().resolve_neg().cpu().contiguous()
+        return sample.view(torch.uint8).numpy().tobytes()
+    except (RuntimeError, TypeError, NotImplementedError):  # nested, opaque or packed tensor types
+        return b"?"

@@ -585,6 +585,24 @@ def test_a_script_of_a_model_that_writes_has_its_draft_and_any_sequence_of_batch
     assert [batch.shape for batch in batches] == [(3, 4)]
 
 
+def test_a_script_takes_methods_and_ordered_dicts_for_what_fettle_takes_them(tmp_path, monkeypatch):
+    (tmp_path / "method.py").write_text(
+        "import collections\nimport torch\n\n\nclass Net(torch.nn.Module):\n"
+        "    def predict(self, x):\n        return 2 * x\n\n\n"
+        "def workload():\n    return Net().predict, [collections.OrderedDict(x=torch.ones(2))]\n"
+    )
+    monkeypatch.setitem(sys.modules, "workload_file", None)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    target = find_target(str(tmp_path / "method.py"))
+    facts = probe_facts(target.load())
+    assert (facts.is_module, facts.custom_call) == (True, True)
+    names = {"__name__": "optimized"}
+    exec(compile(source(Recipe({"grad": "no_grad"}), facts, target=target), "optimized.py", "exec"), names)
+    model, batches, call = names["load"]()
+    args, kwargs = names["spread"](batches[0])
+    assert names["optimize"](model, batches, call)(*args, **kwargs).tolist() == [2, 2]
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])
 def test_a_script_times_what_a_device_does_and_not_its_launches(device):
     text = source(Recipe({"grad": "no_grad"}), Facts(device=device), target=Target("/a.py:workload"))

@@ -5,9 +5,12 @@ import math
 import os
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import MethodType, SimpleNamespace
 
 import pytest
+import torch
 from rich.console import Console
 
 from fettle import comparing
@@ -16,6 +19,7 @@ from fettle.comparing import Comparison, comparison_json
 from fettle.errors import UsageError
 from fettle.machine import this_machine
 from fettle.measure import Accuracy, Interval, Load, Startup, Trial
+from fettle.measure._inference import hidden_modules
 from fettle.measure.messages import Built
 from fettle.recipe import Recipe
 from fettle.recipe_file import RecipeFile
@@ -243,3 +247,14 @@ def test_a_comparison_whose_time_was_over_before_it_began_is_one_line(tmp_path, 
     monkeypatch.setattr(Session, "run", lambda self, recipes, rules: [])
     with pytest.raises(UsageError, match="no time to start the workload as given"):
         comparing.bench(Target("made/up.py:workload"), "baseline", budget_s=1.0)
+
+
+def test_a_callable_around_a_module_is_told_to_give_the_module():
+    net = torch.nn.Linear(1, 1)
+    holder = SimpleNamespace(net=net, size=3)
+    for model in (lambda x: net(x), partial(net, input=1), MethodType(lambda self, x: self.net(x), holder)):
+        assert len(hidden_modules(model)) == 1
+    assert hidden_modules(net) == hidden_modules(abs) == hidden_modules(lambda x: x + 1) == []
+    for hidden in ([], ["net"]):
+        built = Built(load_s=1, fingerprint="f", structure="s", name="", mode="inference", hidden=hidden)
+        assert ["around modules (net)" in said for said in remarks(built, None)] == [True] * len(hidden)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import itertools
 import math
 import statistics
@@ -63,6 +65,7 @@ def build(state: State, request: messages.Build) -> messages.Built:
         writes=state.writes,
         inputs=made.inputs_taken_for,
         hides_text=hides_text(made),
+        hidden=[] if state.writes else hidden_modules(made.model),
         imports=imports,
     )
 
@@ -71,6 +74,18 @@ def hides_text(workload: Workload) -> bool:
     """Whether the workload's own call asks a language model for text, which makes a black box of it."""
     names = getattr(getattr(workload.call, "__code__", None), "co_names", ())
     return "generate" in names and callable(getattr(workload.model, "generate", None))
+
+
+def hidden_modules(model: Any) -> list[str]:
+    """Names of the modules that a model which is none itself holds, or calls."""
+    if isinstance(model, torch.nn.Module):
+        return []
+    held = {"func": getattr(model, "func", None), **getattr(getattr(model, "__self__", model), "__dict__", {})}
+    if inspect.isfunction(model):
+        with contextlib.suppress(ValueError):  # a cell may still be empty
+            names = inspect.getclosurevars(model)
+            held |= {**names.nonlocals, **names.globals}
+    return [name for name, value in held.items() if isinstance(value, torch.nn.Module)]
 
 
 def probe(state: State, request: messages.Probe) -> messages.Probed:

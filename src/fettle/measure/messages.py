@@ -123,6 +123,8 @@ class Built(Answer, frozen=True, kw_only=True):
     """What live inputs were taken for."""
     hides_text: bool = False
     """Its call lets the model write text, as a black box."""
+    hidden: list[str] = []
+    """Names of the modules that a model which is none itself holds, or calls."""
     imports: Imports = Imports()
     """What a fork server may import in advance for further processes."""
 

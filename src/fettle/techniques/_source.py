@@ -48,7 +48,7 @@ def load():
     import importlib.util
     import inspect
     import sys
-    from collections import UserDict
+    from collections import OrderedDict, UserDict
     from collections.abc import Sequence
     from itertools import islice
 
@@ -61,11 +61,13 @@ def load():
             model.__dict__["draft"] = made["draft"].eval()
     else:
         model, batches, call = made.model, made.inputs, made.call
+    if inspect.ismethod(model) and isinstance(model.__self__, torch.nn.Module) and call is None:
+        model, call = model.__self__, model.__func__
     if isinstance(batches, torch.utils.data.DataLoader):  # a list in it was a tuple before it was collated
         batches = [tuple(batch) if type(batch) is list else batch for batch in islice(batches, {most})]
     several = isinstance(batches, Sequence) and not isinstance(batches, (str, bytes, tuple))
     batches = list(batches) if several else [batches]
-    batches = [dict(batch) if isinstance(batch, UserDict) else batch for batch in batches]
+    batches = [dict(batch) if isinstance(batch, UserDict) or type(batch) is OrderedDict else batch for batch in batches]
     return model, batches, call
 
 

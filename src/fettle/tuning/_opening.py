@@ -36,6 +36,10 @@ _HIDES_TEXT = (
     "the workload's call lets the model generate, as one black box: with `new_tokens` in place of `call` text is taken "
     "apart, judged as such, and can be made much faster (fettle.GenerationWorkload)"
 )
+_HIDES_MODULES = (
+    "the model is a plain callable around modules ({names}), whose mode, weights and layers no recipe can change: give "
+    "the module itself, and how it is called as the workload's `call`, call(model, *args, **kwargs)"
+)
 
 
 def limits_of(built: messages.Built, options: Options) -> Limits:
@@ -61,6 +65,8 @@ def remarks(built: messages.Built, budget_s: float | None) -> Iterator[str]:
     """What the user should know of the workload before minutes are spent on it."""
     if built.hides_text:
         yield _HIDES_TEXT
+    if built.hidden:
+        yield _HIDES_MODULES.format(names=", ".join(built.hidden[:3]))
     if budget_s is not None and built.load_s > _SLOW_TO_BUILD * budget_s:
         yield (
             f"building the workload took {built.load_s:.0f} s of the budget of {budget_s:.0f} s, and each recipe's "
@@ -98,7 +104,8 @@ def open_study(target: Target, built: messages.Built, options: Options, machine:
     if study.name in (name, usual):
         return study, ""
     return study, (
-        f"the model or its inputs are not those of the study {usual!r}: this is the study {study.name!r} beside it"
+        f"the model, its inputs or its metric are not those of the study {usual!r}: this is the study {study.name!r} "
+        "beside it"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -27,7 +28,7 @@ class Workload:
     """A model to be made fast for inference, with everything that is needed to measure and to judge it."""
 
     model: Callable[..., Any]
-    """Usually an ``nn.Module``; any callable will do."""
+    """Usually an ``nn.Module``; any callable will do. A method of a module is taken for the module, called by it."""
 
     inputs: Sequence[Batch] | Batch
     """Sample batches, rotated while the time is taken. The first half may calibrate a quantised recipe.
@@ -75,6 +76,9 @@ class Workload:
             raise UsageError(f"the workload's samples are {self.samples!r}: give the number of rows in one call")
         if self.samples is not None:
             object.__setattr__(self, "samples", int(self.samples))  # NumPy's own numbers are told to no other process
+        model, call = of_module(self.model, self.call)
+        object.__setattr__(self, "model", model)
+        object.__setattr__(self, "call", call)
         _check_parts(self.model, self.parts)
         read = read_batches(self.inputs, self.model, self.call)
         object.__setattr__(self, "inputs", read.items)
@@ -130,6 +134,17 @@ class Workload:
             return leaf.masked_fill(places.to(leaf.device), 0)  # the model may have moved what it was given
 
         return map_tensors(without, output)
+
+
+def of_module(model: Any, call: Callable[..., Any] | None) -> tuple[Any, Callable[..., Any] | None]:
+    """A method of a module as the module and how it is called, `forward` as the module alone; all else as it is."""
+    import torch
+
+    if not isinstance(model, types.MethodType) or not isinstance(model.__self__, torch.nn.Module):
+        return model, call
+    usual = None if model.__name__ in ("forward", "_wrapped_call_impl") else model.__func__
+    same = getattr(call, "__qualname__", "") == model.__func__.__qualname__
+    return (model.__self__, usual) if call is None or same else (model, call)
 
 
 def _check_parts(model: Any, parts: Sequence[str]) -> None:
@@ -202,6 +217,8 @@ def fingerprint(workload: Workload) -> str:
     """
     import torch
 
+    from fettle.structure import some_bytes
+
     digest = hashlib.sha256()
     tensors: list[tuple[str, Any]] = []
     if isinstance(workload.model, torch.nn.Module):
@@ -229,19 +246,5 @@ def fingerprint(workload: Workload) -> str:
             digest.update(b"lazy")  # has no shape before the first call
         else:
             digest.update(f"{tuple(value.shape)}{value.dtype}".encode())
-            digest.update(_some_bytes(value))
+            digest.update(some_bytes(value))
     return digest.hexdigest()[:16]
-
-
-def _some_bytes(value: torch.Tensor) -> bytes:
-    """Up to 4096 values at even strides; none where a tensor's values cannot be had as plain memory."""
-    import torch
-
-    if value.is_meta or not value.numel():
-        return b""
-    try:
-        dense = value.detach().to_dense() if value.layout != torch.strided else value.detach()
-        sample = dense.reshape(-1)[:: -(-dense.numel() // 4096)].resolve_conj().resolve_neg().cpu().contiguous()
-        return sample.view(torch.uint8).numpy().tobytes()
-    except (RuntimeError, TypeError, NotImplementedError):  # nested, opaque or packed tensor types
-        return b"?"
