@@ -424,6 +424,35 @@ def test_what_a_model_remembers_in_an_object_is_forgotten():
     assert torch.equal(model(x), x)
 
 
+class Counter:
+    """A model that is no module, and remembers its calls."""
+
+    def __init__(self):
+        self.calls, self.seen, self.net, self.engine = 0, [], Streaming(), None
+
+    def __call__(self, x):
+        self.calls += 1
+        self.seen.append(x)
+        return self.net(x) * self.calls * len(self.seen)
+
+    def load(self, x):
+        self.engine = self.engine or nn.Identity()
+        return self.engine(x)
+
+
+def test_what_a_callable_remembers_that_is_no_module_is_forgotten():
+    model, x = Counter(), torch.rand(2, 3)
+    wanted = Counter()(x)
+    for called in (model, model.__call__):
+        probe_facts(Workload(called, [x]))
+        with state_kept(called):
+            called(x)
+    assert torch.equal(model(x), wanted)
+    with state_kept(model.load):
+        model.load(x)
+    assert model.engine is not None  # as a module that is made at the first call stays
+
+
 def test_a_cache_of_transformers_among_the_inputs_is_written_into():
     transformers = pytest.importorskip("transformers")
     cache, one = transformers.DynamicCache(), torch.ones(1, 2, 3, 4)

@@ -345,7 +345,7 @@ def unchanged(workload: Workload, module: torch.nn.Module) -> Iterator[Any]:
     """The model, free to be run and switched: what it remembers, modes and the random state are put back at the end."""
     modes = [(child, child.training) for child in module.modules()]
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), state_kept(module):
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), state_kept(workload.model):
         try:
             yield workload.model
         finally:

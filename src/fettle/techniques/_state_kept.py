@@ -48,20 +48,29 @@ def to_eval(module: torch.nn.Module) -> bool:
 
 def state_kept(model: Any) -> Any:
     """A context that puts back what calls change in a model: buffers whose shape stays, attributes of its modules, and
-    what those hold.
+    what those hold. Of a callable that is no module these are its own attributes, and the modules among them.
 
     A lazy module stays what its first call made of it. So does a module that got other parameters or submodules, with
     all that it is part of, whose attributes may say that this was done.
     """
     import contextlib
+    import inspect
+
+    owner = model.__self__ if inspect.ismethod(model) else model
+    has = getattr(owner, "__dict__", None)
+
+    def modules_of() -> Any:
+        held = [owner] if isinstance(owner, torch.nn.Module) else has.values() if isinstance(has, dict) else []
+        return [one for one in held if isinstance(one, torch.nn.Module)]
 
     @contextlib.contextmanager
     def kept() -> Any:
-        module = model if isinstance(model, torch.nn.Module) else torch.nn.Module()
+        module = owner if isinstance(owner, torch.nn.Module) else torch.nn.ModuleList(modules_of())
         alive = [*module.parameters(), *module.modules()]  # kept alive, so that no `id` is used again
         buffers, met = buffers_of(module), set[int]()
         torchs = vars(torch.nn.Module()).keys()  # parameters, buffers, submodules, hooks and the mode
         before = [(child, type(child), made_of(child), Attributes(child, met, torchs)) for child in module.modules()]
+        own = Attributes(owner, met, values=False, deep=False) if module is not owner and isinstance(has, dict) else None
         try:
             yield
         finally:
@@ -72,6 +81,8 @@ def state_kept(model: Any) -> Any:
             for child, kind, _, attributes in before:
                 if type(child) is kind and not (rebuilt and rebuilt & {id(one) for one in child.modules()}):
                     attributes.put_back()
+            if own is not None and [*module] == modules_of():
+                own.put_back()
             del alive
 
     return kept()
@@ -88,15 +99,16 @@ def made_of(module: torch.nn.Module) -> list[Any]:
 
 
 class Attributes:
-    """A module's attributes `but` some, and what lists, dictionaries, generators and objects in them hold, and the
-    `values` of tensors. What another module has `met`, and holds as well, is that one's."""
+    """A module's attributes `but` some, and what lists, dictionaries, generators and, if it is to be `deep`, objects in
+    them hold, and the `values` of tensors. What another module has `met`, and holds as well, is that one's."""
 
     from collections import OrderedDict, defaultdict, deque
 
     HOLD_OTHERS = (list, dict, set, deque, OrderedDict, defaultdict)
 
-    def __init__(self, module: torch.nn.Module, met: set[int], but: Any = (), values: bool = True) -> None:
-        self.module, self.met, self.but, self.buffers, self.values = module, met, but, {*module._buffers.keys()}, values
+    def __init__(self, module: Any, met: set[int], but: Any = (), values: bool = True, deep: bool = True) -> None:
+        self.module, self.met, self.but, self.values, self.deep = module, met, but, values, deep
+        self.buffers = {*getattr(module, "_buffers", ())}
         self.attributes = {name: value for name, value in vars(module).items() if name not in but}
         self.held: list[tuple[Any, Any]] = []
         for value in self.attributes.values():
@@ -115,7 +127,7 @@ class Attributes:
         import copy
 
         is_noted = isinstance(value, (torch.Tensor, torch.Generator, tuple)) or type(value) in self.HOLD_OTHERS
-        is_object = not is_noted and self._is_object(value)
+        is_object = self.deep and not is_noted and self._is_object(value)
         if not (is_noted or is_object) or id(value) in self.met:
             return
         self.met.add(id(value))
@@ -141,7 +153,7 @@ class Attributes:
             else:
                 one.clear()
                 one.extend(had) if hasattr(one, "extend") else one.update(had)
-        now, registered = vars(self.module), self.buffers | {*self.module._buffers.keys()}
+        now, registered = vars(self.module), self.buffers | {*getattr(self.module, "_buffers", ())}
         for name in now.keys() - self.attributes.keys() - registered - {*self.but}:
             del now[name]
         now.update({name: value for name, value in self.attributes.items() if name not in registered})
