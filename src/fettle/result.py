@@ -109,6 +109,16 @@ class Limits:
         """The limits for a model whose own answers differ by `noise` from run to run: that much more is allowed."""
         return self if self.max_error is None else replace(self, max_error=self.max_error + noise)
 
+    def drowned(self, noise: float) -> list[str]:
+        """That the limit on the error decides little, where a model's own answers differ by more than that."""
+        if self.max_error is None or self.max_metric_drop is not None or noise <= self.max_error:
+            return []
+        return [
+            f"the model's answers differ by {noise:.2g} from seed to seed, more than the error that is allowed, "
+            f"{self.max_error:g}: recipes cannot be judged by it; give the workload a metric, and say how far it may "
+            "fall, `max_metric_drop`"
+        ]
+
 
 _ONLY: Mapping[str, tuple[Kind, ...]] = {
     "max_kl": ("text",), "max_ttft_ms": ("text",), "max_tpot_ms": ("text",), "exact": ("text",),

@@ -112,6 +112,14 @@ def test_a_metric_decides_alone_unless_an_error_is_asked_for_too():
     assert options_of(None, {"max_metric_drop": 0.01, "max_error": 0.1}).limits.max_error == 0.1
 
 
+def test_a_model_whose_own_answers_differ_by_more_than_the_limit_is_told_to_have_a_metric():
+    limits = Limits(max_error=0.02)
+    (said,) = limits.drowned(1.3)
+    assert "differ by 1.3 from seed to seed" in said
+    assert limits.drowned(0.01) == Limits(max_error=None).drowned(1.3) == []
+    assert replace(limits, max_metric_drop=0.1).drowned(1.3) == []
+
+
 def test_the_error_is_limited_in_the_unit_of_what_is_tuned():
     usual = {"inference": 0.02, "text": 0.01, "training": 1.0}
     for kind, number in usual.items():

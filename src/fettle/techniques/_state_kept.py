@@ -70,7 +70,8 @@ def state_kept(model: Any) -> Any:
         buffers, met = buffers_of(module), set[int]()
         torchs = vars(torch.nn.Module()).keys()  # parameters, buffers, submodules, hooks and the mode
         before = [(child, type(child), made_of(child), Attributes(child, met, torchs)) for child in module.modules()]
-        own = Attributes(owner, met, values=False, deep=False) if module is not owner and isinstance(has, dict) else None
+        is_plain = module is not owner and isinstance(has, dict)
+        own = Attributes(owner, met, values=False, deep=False) if is_plain else None
         try:
             yield
         finally:

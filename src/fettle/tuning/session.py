@@ -173,11 +173,11 @@ class Session:
 
     def probed_as(self, probed: Probed) -> None:
         """Take what the first worker found for what this session measures by."""
-        for note in probed.reference.notes:
+        limits = self.standings.limits
+        for note in [*probed.reference.notes, *limits.drowned(probed.reference.noise)]:
             self.remark(note)
         if probed.facts.train_mode_differs:
             self.remark("the model is in train mode and answers otherwise in eval mode: every recipe has mode=eval")
-        limits = self.standings.limits
         allowed = limits.above(probed.reference.noise).max_error
         facts = replace(probed.facts, ranks=self._ranks, nodes=self._node_count)
         self.study.packages = facts.packages
