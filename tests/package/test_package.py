@@ -750,6 +750,46 @@ class Counts(torch.nn.Module):
         return self.norm(x) * self.calls
 
 
+class Remembers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls, self.seen = 0, []
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen.append(x)
+        return self.answer(x)
+
+    def answer(self, x):
+        return x
+
+
+class TimesCalls(Remembers):
+    def answer(self, x):
+        return x * self.calls
+
+
+class OfAllSeen(Remembers):
+    def answer(self, x):
+        return torch.cat(self.seen)
+
+
+@pytest.mark.parametrize("kind", [TimesCalls, OfAllSeen])
+def test_a_model_that_remembers_in_plain_attributes_what_its_answers_depend_on_is_refused(kind):
+    with pytest.raises(UsageError, match="keeps something from call to call"):
+        Flat(Workload(kind(), [torch.rand(4, 4)]), Recipe())
+
+
+class Noisy(Remembers):
+    def answer(self, x):
+        return x + torch.rand_like(x)
+
+
+def test_what_a_model_draws_or_only_keeps_is_no_reason_to_refuse_it():
+    Flat(Workload(Noisy(), [torch.rand(4, 4)]), Recipe())
+    Flat(Workload(Remembers(), [torch.rand(4, 4)]), Recipe())
+
+
 def test_a_model_that_keeps_something_from_one_client_for_the_next_is_refused(tmp_path):
     with pytest.raises(UsageError, match="writes to its buffer calls"):
         write_package(Workload(Counts().eval(), [torch.rand(4, 4)]), Recipe(), tmp_path / "m", name="m")

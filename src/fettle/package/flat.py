@@ -6,6 +6,7 @@ import contextlib
 import copy
 import hashlib
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -84,6 +85,7 @@ class Flat(torch.nn.Module):
                     f"the model writes to its buffer {name}: what one client leaves there would be in the next one's "
                     "answer. Make it an input and an output of the model, or leave it out"
                 )
+        self._check_state()
         if any(spec.batched for spec in self.inputs):
             self._check_rows()
         # Only now, so that answers are compared with those of the model as it was given.
@@ -112,6 +114,21 @@ class Flat(torch.nn.Module):
     def twice(self) -> list[torch.Tensor]:
         """The sample with its rows twice over."""
         return [torch.cat([t, t]) if spec.batched else t for t, spec in zip(self.samples, self.inputs, strict=True)]
+
+    def _check_state(self) -> None:
+        """Raise `UsageError` where the sample is answered otherwise when it is asked again, from the same seed."""
+        asked = []
+        for _ in range(2):
+            with torch.random.fork_rng(devices=range(self.device == "cuda" and torch.cuda.device_count())):
+                torch.manual_seed(0)
+                asked.append(self._answers(self.samples))
+        pairs = itertools.zip_longest(*asked, fillvalue=torch.empty(0))
+        if any(one.shape != two.shape or _differ(one, two, False) for one, two in pairs):
+            raise UsageError(
+                "the model answers the same inputs otherwise when it is asked again: it keeps something from call to "
+                "call, such as a counter or a list, or draws numbers that torch does not seed. A package would freeze "
+                "that: make it an input and an output of the model, or leave it out"
+            )
 
     def _check_rows(self) -> None:
         """Raise `UsageError` where the answer to a row depends on other rows: they would be another client's.
