@@ -299,12 +299,14 @@ def test_load_tests_end_where_they_know_enough(package, monkeypatch, truth, expe
         tested.append(rate)
         return OneTest(rate, rate <= truth, {"void": False}, ServerStats())
 
-    monkeypatch.setattr(proof, "ServerProcess", Up)
-    monkeypatch.setattr(proof, "_test", one)
+    monkeypatch.setattr(room, "ServerProcess", Up)
+    monkeypatch.setattr(room, "load_test", one)
     found = found_with({1: 0.01})
+    monkeypatch.setattr(room._Search, "_expected", lambda self, point: expected)
     point = Point(Setting(1, 1, max_rows=1), predicted=100.0)
-    costs = found.branches[Branch(1, 1)].costs
-    asyncio.run(proof.prove(package, point, costs, found, 1.0, expected=expected, to_beat=to_beat))
+    variants = {"": Variant("", package)}
+    work = room._Search(found, variants, open_journal(None), print, asyncio.Event(), 1.0, 1, 1, ())
+    asyncio.run(work._prove(point, to_beat))
     assert tested == pytest.approx(rates, rel=1e-3)
     assert point.measured == pytest.approx(measured, rel=1e-3)
 
