@@ -23,9 +23,9 @@ T = TypeVar("T")
 
 
 def locked(path: Path, *, wait: bool = False, mode: int = 0o666) -> int:
-    """Open a file, made with this `mode` where there is none, and lock it until the descriptor is closed or this process
-    ends, however it does. Raises BlockingIOError where another process has it, unless it is to `wait`. Where the file
-    system has no locks, nobody is kept out."""
+    """Open a file, made with this `mode` where there is none, and lock it until the descriptor is closed or this
+    process ends, however it does. Raises BlockingIOError where another process has it, unless it is to `wait`. Where
+    the file system has no locks, nobody is kept out."""
     import fcntl
 
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode)

@@ -73,7 +73,7 @@ def _came_out(table: Table) -> dict[str, str]:
 
 
 def _where(table: Table, row: Experiment) -> dict[str, str]:
-    """Which machine it was, in studies of fettle's own; a factor of that name says of kinds of machines which it was."""
+    """Which machine it was, in studies of fettle's own, as far as no factor says it."""
     if not any(one.machine for one in table.experiments):
         return {}
     kind = {} if MACHINE in table.factors else {MACHINE: row.machine}
