@@ -150,9 +150,11 @@ def _add_value(path: str, value: Any, digest: Any, seen: set[int], depth: int = 
         with contextlib.suppress(Exception):  # an array of no numbers
             tensor = torch.as_tensor(value)
             digest.update(f"{path}={tuple(tensor.shape)}{tensor.dtype}".encode() + some_bytes(tensor))
-    elif data and isinstance(value, (torch.utils.data.Dataset, torch.utils.data.DataLoader)):
-        _add_settings(path, value, digest, seen, *deeper)
-    elif dataclasses.is_dataclass(value) or (name.endswith(_CONFIGS) and not isinstance(value, types.ModuleType)):
+    elif (
+        dataclasses.is_dataclass(value)
+        or (name.endswith(_CONFIGS) and not isinstance(value, types.ModuleType))
+        or (data and isinstance(value, (torch.utils.data.Dataset, torch.utils.data.DataLoader)))
+    ):
         _add_settings(path, value, digest, seen, *deeper)
 
 

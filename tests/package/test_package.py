@@ -780,11 +780,6 @@ def test_a_model_that_remembers_in_plain_attributes_what_its_answers_depend_on_i
         Flat(Workload(kind(), [torch.rand(4, 4)]), Recipe())
 
 
-class Noisy(Remembers):
-    def answer(self, x):
-        return x + torch.rand_like(x)
-
-
 def test_what_a_model_draws_or_only_keeps_is_no_reason_to_refuse_it():
     Flat(Workload(Noisy(), [torch.rand(4, 4)]), Recipe())
     Flat(Workload(Remembers(), [torch.rand(4, 4)]), Recipe())

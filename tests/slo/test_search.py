@@ -217,14 +217,14 @@ def made_up(monkeypatch):
     async def overheads(self, setting):
         return Overheads(0.0, 0.0)
 
-    async def prove(package, point, costs, found, seconds, journal, on_progress, stop, expected, *rest):
+    async def bracket(point, found, *rest, **more):
         real = Costs({rows: (value,) for rows, value in World.truth.items()}, 0, 0)
         point.measured = capacity(point.setting.batching(), real, found.limit_s)[0]
 
     monkeypatch.setitem(capacity.__kwdefaults__, "requests", 1500)  # as few as those of the load tests
     monkeypatch.setattr(room, "calibrate", calibrate)
     monkeypatch.setattr(room._Search, "_overheads", overheads)
-    monkeypatch.setattr(room, "prove", prove)
+    monkeypatch.setattr(room, "bracket", bracket)
     return World
 
 
@@ -254,12 +254,12 @@ def test_others_are_tested_from_where_the_first_one_lets_expect_and_none_that_di
 ):
     begun, rows = [], []
 
-    async def prove(package, point, costs, found, seconds, journal, on_progress, stop, expected, *rest):
-        begun.append(expected and expected / point.predicted)
+    async def bracket(point, found, journal, expected, to_beat, *, near, **rest):
+        begun.append(expected / point.predicted if near else None)
         rows.append(point.setting.max_rows)
         point.measured = 0.97 * point.predicted
 
-    monkeypatch.setattr(room, "prove", prove)
+    monkeypatch.setattr(room, "bracket", bracket)
     made_up.costs = {rows: 0.0004 + 0.003 * rows for rows in range(1, 9)}
     asyncio.run(search(package, 0.1, most_rows=8, cores=1))
     assert begun[0] is None
@@ -374,10 +374,10 @@ def test_a_prediction_that_is_off_is_corrected(package, made_up):
 def test_a_server_that_fails_is_a_failure(package, made_up, monkeypatch):
     made_up.costs = made_up.truth = {1: 0.01, 2: 0.012, 4: 0.016}
 
-    async def prove(*args):
+    async def bracket(*args, **rest):
         raise ServerFailure("the server ended")
 
-    monkeypatch.setattr(room, "prove", prove)
+    monkeypatch.setattr(room, "bracket", bracket)
     found = asyncio.run(search(package, 0.1, most_rows=4, cores=1))
     assert not found.met
     assert {failure.why for failure in found.failures} == {"the server ended"}

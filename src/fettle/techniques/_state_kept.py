@@ -109,7 +109,7 @@ class Attributes:
 
     def __init__(self, module: Any, met: set[int], but: Any = (), values: bool = True, deep: bool = True) -> None:
         self.module, self.met, self.but, self.values, self.deep = module, met, but, values, deep
-        self.buffers = {*getattr(module, "_buffers", ())}
+        self.buffers = {*getattr(module, "_buffers", {}).keys()}
         self.attributes = {name: value for name, value in vars(module).items() if name not in but}
         self.held: list[tuple[Any, Any]] = []
         for value in self.attributes.values():
@@ -154,7 +154,7 @@ class Attributes:
             else:
                 one.clear()
                 one.extend(had) if hasattr(one, "extend") else one.update(had)
-        now, registered = vars(self.module), self.buffers | {*getattr(self.module, "_buffers", ())}
+        now, registered = vars(self.module), self.buffers | {*getattr(self.module, "_buffers", {}).keys()}
         for name in now.keys() - self.attributes.keys() - registered - {*self.but}:
             del now[name]
         now.update({name: value for name, value in self.attributes.items() if name not in registered})
