@@ -110,8 +110,8 @@ def source(
         main, use = LOOP_MAIN, LOOP_USE
     else:
         title, ranks = _over_ranks(heading or f"Optimised for inference: {recipe}.", recipe, facts)
-        used = () if target is None else (spread, *[map_tensors] * facts.changes_inputs, *[wait_for] * waits)
-        lines = _functions(recipe, facts, title, Code(helpers=used))
+        used: list[Callable[..., Any]] = [spread, *[map_tensors] * facts.changes_inputs, *[wait_for] * waits]
+        lines = _functions(recipe, facts, title, Code(helpers=() if target is None else tuple(used)))
         main, use = _MAIN, _USE.format(call=_call(facts))
     if target is not None:
         going = "len(times) < 2 or (len(times) < 50 and sum(times[1:]) < 1):  # about a second after the first"

@@ -65,7 +65,7 @@ def state_kept(model: Any) -> Any:
 
     @contextlib.contextmanager
     def kept() -> Any:
-        module = owner if isinstance(owner, torch.nn.Module) else torch.nn.ModuleList(modules_of())
+        module: Any = owner if isinstance(owner, torch.nn.Module) else torch.nn.ModuleList(modules_of())
         alive = [*module.parameters(), *module.modules()]  # kept alive, so that no `id` is used again
         buffers, met = buffers_of(module), set[int]()
         torchs = vars(torch.nn.Module()).keys()  # parameters, buffers, submodules, hooks and the mode
