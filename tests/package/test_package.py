@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from safetensors import SafetensorError
@@ -690,6 +691,14 @@ def test_a_model_that_mixes_rows_is_refused(tmp_path, what):
         package = write_package(Workload(model, inputs, samples=1), Recipe(), tmp_path / "m", name="m")
         assert not any(spec.batched for spec in (*package.manifest.inputs, *package.manifest.outputs))
         ModelRunner(package).warm([1, 2])
+
+
+@pytest.mark.parametrize("scales", [(2.0, 3.0), ("2", "3"), (None, 3.0), (np.full(4, 2.0), np.full(4, 3.0))])
+def test_a_number_or_text_that_differs_between_batches_is_refused_as_no_client_could_send_it(tmp_path, scales):
+    batches = [{**odd().inputs[0], "scale": scale} for scale in scales]
+    with pytest.raises(UsageError, match=r"'scale' is no tensor and differs between the sample batches") as failure:
+        write_package(Workload(Odd().eval(), batches), Recipe(), tmp_path / "m", name="m")
+    assert "\n" not in str(failure.value)
 
 
 @pytest.mark.parametrize(("device", "current"), [("cuda:1", ["cuda:1"]), ("cuda", []), ("cpu", [])])

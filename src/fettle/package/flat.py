@@ -20,7 +20,7 @@ from fettle.package.program import TOGETHER
 from fettle.package.tensors import FROM_NUMPY, TensorSpec
 from fettle.recipe import Recipe
 from fettle.techniques import find, to_eval
-from fettle.workload import Workload, device_of, leaves, map_tensors, spread, tensors
+from fettle.workload import Workload, device_of, is_numbers, leaves, map_tensors, spread, tensors
 
 MOST_JUDGED = 2
 """Batches on which a package's answers are compared with the model's, beside the sample."""
@@ -44,6 +44,7 @@ class Flat(torch.nn.Module):
         paths = [path for path, leaf in leaves(first) if isinstance(leaf, torch.Tensor)]
         if not paths:
             raise UsageError("the model's inputs hold no tensor: nothing can be served")
+        _check_constants([*workload.inputs, *workload.check_inputs], paths)
         batches = _alike(workload.inputs, paths)
         rows = workload.rows
         self.rows, self.batches = rows, batches
@@ -193,6 +194,29 @@ def _alike(batches: Sequence[Any], paths: Sequence[str]) -> list[list[torch.Tens
     """The tensors of those batches that have tensors at the same places."""
     by_batch = [[leaf for leaf in leaves(batch) if isinstance(leaf[1], torch.Tensor)] for batch in batches]
     return [[tensor for _, tensor in batch] for batch in by_batch if [path for path, _ in batch] == list(paths)]
+
+
+def _check_constants(batches: Sequence[Any], paths: Sequence[str]) -> None:
+    """Raise `UsageError` where batches that have tensors at the same places differ in a number, a text or an array:
+    clients send tensors only, and every call would have the first batch's."""
+    first: dict[str, str] | None = None
+    for batch in batches:
+        found = dict(leaves(batch))
+        if [path for path, leaf in found.items() if isinstance(leaf, torch.Tensor)] != list(paths):
+            continue
+        values = {
+            path: repr(leaf.tolist() if is_numbers(leaf) else leaf)
+            for path, leaf in found.items()
+            if is_numbers(leaf) or isinstance(leaf, (str, int, float, complex))
+        }
+        first = values if first is None else first
+        for path in first | values:
+            if first.get(path) != values.get(path):
+                raise UsageError(
+                    f"the model's input {path.lstrip('.')!r} is no tensor and differs between the sample batches: a "
+                    "package takes tensors only, and would answer with the first batch's. Make it a tensor, or give "
+                    "batches that are alike in it"
+                )
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
