@@ -11,6 +11,7 @@ import zipfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -800,6 +801,29 @@ def test_a_model_that_keeps_something_from_one_client_for_the_next_is_refused(tm
     write_package(Workload(Counts().norm.eval(), [torch.rand(4, 4)]), Recipe(), tmp_path / "m", name="m")
 
 
+class Remembers(torch.nn.Module):
+    """Keeps something of the last call where no buffer is: in an attribute, or in a dictionary."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.where, self.calls, self.last, self.kept = where, 0, torch.zeros(4), {}
+
+    def forward(self, x):
+        self.calls += 1
+        before = {"counter": self.calls, "tensor": self.last, "dictionary": self.kept.get("last", 0), "nowhere": 0}
+        self.last = self.kept["last"] = x.detach().mean(0)
+        return x + before[self.where]
+
+
+@pytest.mark.parametrize("where", ["counter", "tensor", "dictionary"])
+def test_a_model_that_remembers_a_call_in_an_attribute_is_refused(tmp_path, where):
+    batch = torch.rand(4, 4)
+    Flat(Workload(Remembers("nowhere").eval(), [batch]), Recipe())
+    with pytest.raises(UsageError, match="keeps something from one call for the next") as failure:
+        write_package(Workload(Remembers(where).eval(), [batch]), Recipe(), tmp_path / "m", name="m")
+    assert "\n" not in str(failure.value)
+
+
 class Flattened(torch.nn.Module):
     def forward(self, x):
         return x.reshape(-1, 3)
@@ -831,6 +855,18 @@ def test_an_answer_with_another_number_of_rows_is_not_cut_up(written, monkeypatc
     monkeypatch.setattr(runner, "call", lambda tensors: [answer[1:] for answer in call(tensors)])
     with pytest.raises(RuntimeError, match="answers 1 rows for 2"):
         runner.run([runner.sample(1), runner.sample(1)], 2)
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+def test_a_traced_models_input_is_not_called_output_and_a_named_tuples_have_its_names():
+    traced = torch.jit.trace(torch.nn.Linear(3, 2), torch.rand(2, 3))
+    assert Flat(Workload(traced, [torch.rand(2, 3)]), Recipe()).names == ["input"]
+    pairs = Workload(Typed(), [Pair(torch.ones(2, 3), torch.ones(2, 3))], call=lambda model, pair: model(*pair))
+    assert Flat(pairs, Recipe()).names == ["left", "right"]
 
 
 class Typed(torch.nn.Module):

@@ -86,7 +86,7 @@ class Flat(torch.nn.Module):
                     f"the model writes to its buffer {name}: what one client leaves there would be in the next one's "
                     "answer. Make it an input and an output of the model, or leave it out"
                 )
-        self._check_state()
+        self._check_repeats()
         if any(spec.batched for spec in self.inputs):
             self._check_rows()
         # Only now, so that answers are compared with those of the model as it was given.
@@ -116,20 +116,23 @@ class Flat(torch.nn.Module):
         """The sample with its rows twice over."""
         return [torch.cat([t, t]) if spec.batched else t for t, spec in zip(self.samples, self.inputs, strict=True)]
 
-    def _check_state(self) -> None:
-        """Raise `UsageError` where the sample is answered otherwise when it is asked again, from the same seed."""
-        asked = []
-        for _ in range(2):
-            with torch.random.fork_rng(devices=range(self.device == "cuda" and torch.cuda.device_count())):
+    def _check_repeats(self) -> None:
+        """Raise `UsageError` where an answer depends on the calls before it, with torch's random numbers the same: what
+        the model keeps in an attribute would be exported as it is then."""
+        answers = []
+        with torch.random.fork_rng():
+            for turned in (False, True, False):  # it asks something else between
                 torch.manual_seed(0)
-                asked.append(self._answers(self.samples))
-        pairs = itertools.zip_longest(*asked, fillvalue=torch.empty(0))
-        if any(one.shape != two.shape or _differ(one, two, False) for one, two in pairs):
-            raise UsageError(
-                "the model answers the same inputs otherwise when it is asked again: it keeps something from call to "
-                "call, such as a counter or a list, or draws numbers that torch does not seed. A package would freeze "
-                "that: make it an input and an output of the model, or leave it out"
-            )
+                with contextlib.suppress(Exception) if turned else contextlib.nullcontext():
+                    found = self._answers([t.flip(0) if turned and t.dim() else t for t in self.samples])
+                    answers += [] if turned else [found]
+        for path, one, again in zip(self.paths, *answers, strict=True):
+            if one.shape != again.shape or _differ(one, again, rounded=False):
+                raise UsageError(
+                    f"the model's output {path.lstrip('.')!r} differs when it is asked the same again: it keeps something "
+                    "from one call for the next, which may be another client's, or draws random numbers that torch's "
+                    "seed does not set. Make it an input and an output of the model, or leave it out"
+                )
 
     def _check_rows(self) -> None:
         """Raise `UsageError` where the answer to a row depends on other rows: they would be another client's.
@@ -267,8 +270,9 @@ def _input_names(workload: Workload, paths: Sequence[str]) -> list[str]:
     """What a client calls each tensor: its keyword, else the name of the argument that it is, else its path."""
     batch, arguments = workload.inputs[0], _arguments(workload)
     if isinstance(batch, torch.Tensor):
-        by_path = {"output": arguments[0]} if arguments else {}
+        by_path = {"output": arguments[0] if arguments else "input"}
     else:
+        arguments = getattr(batch, "_fields", arguments)  # of a named tuple
         by_path = {f"[{place}]": name for place, name in enumerate(arguments)} if isinstance(batch, tuple) else {}
     names = []
     for index, path in enumerate(paths):
