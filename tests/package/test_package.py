@@ -25,7 +25,7 @@ from fettle.package import manifest, model_runner
 from fettle.package.export import _output_name, write_package
 from fettle.package.flat import Flat
 from fettle.package.handler import find_handler
-from fettle.package.manifest import Package, open_package, read_manifest, seal, write_settings
+from fettle.package.manifest import Package, check_name, name_for, open_package, read_manifest, seal, write_settings
 from fettle.package.model_runner import ModelRunner, load_model
 from fettle.package.program import GRAPH, load_program, tables
 from fettle.package.settings import ServeSettings
@@ -822,6 +822,47 @@ def test_a_model_that_remembers_a_call_in_an_attribute_is_refused(tmp_path, wher
     with pytest.raises(UsageError, match="keeps something from one call for the next") as failure:
         write_package(Workload(Remembers(where).eval(), [batch]), Recipe(), tmp_path / "m", name="m")
     assert "\n" not in str(failure.value)
+
+
+class Counted(torch.nn.Module):
+    """Answers with a number of Python's beside its tensor."""
+
+    def forward(self, x):
+        y = 2 * x
+        return y, y.sum().item()
+
+
+def test_of_a_number_beside_the_answer_the_tensors_are_packaged(tmp_path):
+    package = write_package(Workload(Counted(), [torch.rand(4, 3)]), Recipe(), tmp_path / "m", name="m")
+    assert [spec.name for spec in package.manifest.outputs] == ["output_0"]
+
+
+class Gives(torch.nn.Module):
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def forward(self, x):
+        return self.change(x)
+
+
+@pytest.mark.parametrize(
+    ("change", "x", "kind"),
+    [
+        (torch.Tensor.to_dense, torch.eye(4).to_sparse(), "sparse"),
+        (torch.Tensor.to_sparse, torch.eye(4), "sparse"),
+        (torch.relu, torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged), "nested"),
+        (torch.relu, torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)]), "nested"),
+    ],
+)
+def test_sparse_and_nested_tensors_are_refused_in_one_line(tmp_path, change, x, kind):
+    with pytest.raises(UsageError, match=f"^{kind} tensors cannot be served: make them dense ones$"):
+        write_package(Workload(Gives(change), [x], samples=1), Recipe(), tmp_path / "m", name="m")
+
+
+@pytest.mark.parametrize("target", ["mödel 1", "_net", "net-tiny", "モデル", "x" * 200])
+def test_any_target_has_a_name_that_its_package_may_have(target):
+    check_name(name_for(target), "1")
 
 
 class Flattened(torch.nn.Module):

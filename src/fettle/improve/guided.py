@@ -30,6 +30,7 @@ from fettle.journal import Journal
 from fettle.machine import this_machine
 from fettle.measure import Worker, WorkerError, messages
 from fettle.package.export import write_package
+from fettle.package.manifest import name_for
 from fettle.recipe_file import load_recipe
 from fettle.report import Result, elapsed, interval, save, under, verdict
 from fettle.result import Limits
@@ -371,7 +372,7 @@ def _package(run: _Run, results: Mapping[str, Any]) -> Step:
             return Step(name="package", status="skipped", says=says)
         if (path / "manifest.json").is_file():  # of an earlier run, for another recipe; any other folder is the user's
             shutil.rmtree(path, ignore_errors=True)
-        written = write_package(workload, tuned.recipe, path, name=target.name, evidence=tuned.evidence,
+        written = write_package(workload, tuned.recipe, path, name=name_for(target.name), evidence=tuned.evidence,
                                 on_progress=run.say)  # fmt: skip
     error = written.manifest.accuracy["relative_error"]
     size = sum(item.stat().st_size for item in path.rglob("*") if item.is_file())

@@ -49,6 +49,7 @@ class Flat(torch.nn.Module):
         rows = workload.rows
         self.rows, self.batches = rows, batches
         self.samples = batches[0]
+        kinds = [datatype(tensor) for tensor in self.samples]
         self.device = device_of(self.inner, first)
         """Type of the device that the model lies on."""
         self.names = _input_names(workload, paths)
@@ -57,11 +58,11 @@ class Flat(torch.nn.Module):
         self.inputs = tuple(
             TensorSpec(
                 name,
-                datatype(tensor),
+                kind,
                 tuple(-1 if dim in dynamic else size for dim, size in enumerate(tensor.shape)),
                 batched=dynamic.get(0) == "rows",
             )
-            for name, tensor, dynamic in zip(self.names, self.samples, self.shapes, strict=True)
+            for name, kind, tensor, dynamic in zip(self.names, kinds, self.samples, self.shapes, strict=True)
         )
         self.calibration = _alike(workload.calibration, paths)
         """Batches that a recipe may be calibrated on, and"""
@@ -72,6 +73,8 @@ class Flat(torch.nn.Module):
         self.questions = [self.samples, *self.judged[:MOST_JUDGED]]
         before = {name: one.clone() for name, one in self.inner.named_buffers() if one.layout == torch.strided}
         self.wanted = [self._answers(question) for question in self.questions]
+        for answer in self.wanted[0]:
+            datatype(answer)
         self.cuts = 0
         """How many of the questions, at the beginning, are a few rows of the sample."""
         for cut in [self._cut(size) for size in (2, 1) if size < rows]:
@@ -129,9 +132,9 @@ class Flat(torch.nn.Module):
         for path, one, again in zip(self.paths, *answers, strict=True):
             if one.shape != again.shape or _differ(one, again, rounded=False):
                 raise UsageError(
-                    f"the model's output {path.lstrip('.')!r} differs when it is asked the same again: it keeps something "
-                    "from one call for the next, which may be another client's, or draws random numbers that torch's "
-                    "seed does not set. Make it an input and an output of the model, or leave it out"
+                    f"the model's output {path.lstrip('.')!r} differs when it is asked the same again: it keeps "
+                    "something from one call for the next, which may be another client's, or draws random numbers that "
+                    "torch's seed does not set. Make it an input and an output of the model, or leave it out"
                 )
 
     def _check_rows(self) -> None:
@@ -317,6 +320,8 @@ def _dynamic(index: int, batches: Sequence[Sequence[torch.Tensor]], rows: int) -
 
 def datatype(tensor: torch.Tensor) -> str:
     """What clients call a tensor's type. Raises `UsageError` for one that has no name."""
+    if tensor.is_nested or tensor.layout != torch.strided:
+        raise UsageError(f"{'nested' if tensor.is_nested else 'sparse'} tensors cannot be served: make them dense ones")
     kind = as_array(tensor[:0] if tensor.dim() else tensor).dtype
     if kind not in FROM_NUMPY:
         raise UsageError(f"tensors of type {tensor.dtype} cannot be served")

@@ -238,3 +238,8 @@ def check_name(name: str, version: str) -> None:
             raise UsageError(
                 f"{text[:80]!r} is not a {what} of a model: use letters, digits, dots, dashes and underscores"
             )
+
+
+def name_for(target: str) -> str:
+    """What the model of a target is called by default: the target's name, without what `check_name` refuses."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "_", target).strip("_.-")[:100] or "model"

@@ -65,7 +65,7 @@ def _package(text: str, target: Target, recipe: Recipe, path: Path, max_rows: in
         recipe.save(levels)
         run = "from fettle.procs.parent import die_with_parent; die_with_parent(); from fettle.cli import main; main()"
         command = ["-c", run, "serve", "package", text, "--recipe", str(levels), "--output", str(path),
-                   "--name", target.name, "--max-rows", str(max_rows), "--json"]  # fmt: skip
+                   "--max-rows", str(max_rows), "--json"]  # fmt: skip
         with Process(command) as process:
             deadline = time.monotonic() + PACKAGE_S
             while (code := process.wait(0.25)) is None:

@@ -64,7 +64,8 @@ def _held(owner: Any, caches: bool) -> dict[str, Any]:
     """What an object holds that may hold tensors."""
     import torch
 
-    closed = isinstance(owner, (type, torch.nn.Module, torch.Tensor, ModuleType))
+    traced = (torch.SymInt, torch.SymFloat, torch.SymBool)  # numbers that hold all of what traces them
+    closed = isinstance(owner, (type, torch.nn.Module, torch.Tensor, ModuleType, *traced))
     closed = closed or (not caches and type(owner).__module__.startswith("transformers."))
     return {} if closed else dict(getattr(owner, "__dict__", {}))
 

@@ -61,13 +61,14 @@ def command(
     """
     from fettle.package.export import check_free, write_package
     from fettle.package.handlers.generate import read_chat
+    from fettle.package.manifest import name_for
     from fettle.package.settings import ServeSettings
     from fettle.recipe_file import RecipeFile, read_recipe
     from fettle.workload import find_target
 
     named = find_target(target)
     tuned = read_recipe(recipe) if recipe is not None else RecipeFile()
-    called = name or named.name
+    called = name or name_for(named.name)
     path = output or Path(f"{called}-{version}")
     check_free(path)
     files = add_files(labels, tokenizer)

@@ -183,7 +183,7 @@ def _spare(packages: list[str] | None, threads: int | None, workers: int | None)
 def _packaged(text: str, recipe: Path | None, say: Callable[[str], None]) -> Package:
     """A package as it is; a target as the package that is made of it, in the current folder, where it stays."""
     from fettle.package.export import write_package
-    from fettle.package.manifest import open_package
+    from fettle.package.manifest import name_for, open_package
     from fettle.recipe_file import RecipeFile, load_recipe
 
     if is_package(text):
@@ -191,12 +191,13 @@ def _packaged(text: str, recipe: Path | None, say: Callable[[str], None]) -> Pac
             raise UsageError(f"{text} is packaged with its recipe already: --recipe is for a target")
         return open_package(Path(text))
     target = _options.target_or_package(text)
-    folder = Path(f"{target.name}-1")
+    name = name_for(target.name)
+    folder = Path(f"{name}-1")
     if folder.exists():
         raise UsageError(f"{folder} exists already: serve it with fettle serve {folder}, or move it away")
     tuned = load_recipe(recipe) if recipe is not None else RecipeFile()
     with _quiet.users_code_quiet():
-        package = write_package(target.load(), tuned.recipe, folder, name=target.name, evidence=tuned.evidence)
+        package = write_package(target.load(), tuned.recipe, folder, name=name, evidence=tuned.evidence)
     say(f"packaged as {folder}: the next start can serve that")
     return package
 
