@@ -6,7 +6,6 @@ import contextlib
 import copy
 import hashlib
 import inspect
-import itertools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
