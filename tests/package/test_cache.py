@@ -89,6 +89,20 @@ def package(tmp_path_factory):
     return packaged(tmp_path_factory.mktemp("gpt2") / "m", gpt2())
 
 
+class Counting(ModelRunner):
+    calls = ()
+
+    def call(self, tensors):
+        self.calls += (tuple(tensors[0].shape),)
+        return super().call(tensors)
+
+
+@pytest.fixture(scope="module")
+def runner(package):
+    """The package, loaded once: what is kept of texts is a handler's own."""
+    return Counting(package)
+
+
 PROMPTS = [[(7 * n + i) % WORDS for i in range(1 + n % 6)] for n in range(12)]
 
 
@@ -109,17 +123,9 @@ def asks(prompts, most):
     return [Ask(tokens=tuple(p), sampling=Sampling(max_tokens=n)) for p, n in zip(prompts, most, strict=True)]
 
 
-class Counting(ModelRunner):
-    calls = ()
-
-    def call(self, tensors):
-        self.calls += (tuple(tensors[0].shape),)
-        return super().call(tensors)
-
-
-def test_a_token_costs_a_tokens_work_and_a_text_that_joins_or_leaves_disturbs_nobody(package):
+def test_a_token_costs_a_tokens_work_and_a_text_that_joins_or_leaves_disturbs_nobody(package, runner):
     model = gpt2()
-    runner = Counting(package)
+    runner.calls = ()
     handler = find_handler(package, runner, "")
     running = handler.running(3, 0, 8)
     long = [(5 * n) % WORDS for n in range(20)]
@@ -135,9 +141,9 @@ def test_a_token_costs_a_tokens_work_and_a_text_that_joins_or_leaves_disturbs_no
     assert not running.texts
 
 
-def test_a_long_prompt_is_not_held_up_by_those_that_came_later(package, monkeypatch):
+def test_a_long_prompt_is_not_held_up_by_those_that_came_later(package, runner, monkeypatch):
     """They join as soon as there is room, and each leaves with its first token; one is given up in its prompt."""
-    running = find_handler(package, ModelRunner(package), "").running(4, 0, 4)
+    running = find_handler(package, runner, "").running(4, 0, 4)
     long = [(5 * n) % WORDS for n in range(30)]
     prompts = [[1], [2], [3], long, *([n, 9, 7] for n in range(4)), long[3:], [4, 4, 4]]
     most, order, step = [2, 4, 6, *[1] * 7], [], running.step
@@ -150,9 +156,9 @@ def test_a_long_prompt_is_not_held_up_by_those_that_came_later(package, monkeypa
     assert [text for text, *_ in found] == [expected(model, p, n) for p, n in zip(prompts, most, strict=True)]
 
 
-def test_what_prompts_begin_with_is_computed_once(package):
+def test_what_prompts_begin_with_is_computed_once(package, runner):
     """Of texts that are there, that came together, and that are gone; each is the model's own."""
-    model, runner = gpt2(), Counting(package)
+    model = gpt2()
     running = find_handler(package, runner, "").running(4, 0, 32)
     system = [(11 * n) % WORDS for n in range(24)]
     prompts = [[*system, 3, 5], [*system, 9], system[:20], system, [1, *system]]
@@ -168,10 +174,10 @@ def test_what_prompts_begin_with_is_computed_once(package):
     assert running.cache.reuse(0, [9] * 40, 0) == 0
 
 
-def test_a_chat_goes_on_from_its_last_turn_though_others_came_between(package):
+def test_a_chat_goes_on_from_its_last_turn_though_others_came_between(package, runner):
     """Each turn of two chats reads what is new in it, and strangers take the row of the text that ended longest ago."""
     model = gpt2()
-    running = find_handler(package, ModelRunner(package), "").running(4, 0, 32)
+    running = find_handler(package, runner, "").running(4, 0, 32)
     chats = [[(n * step + 1) % WORDS for n in range(20)] for step in (5, 7)]
     for turn in range(3):
         for chat in chats:
@@ -183,8 +189,8 @@ def test_a_chat_goes_on_from_its_last_turn_though_others_came_between(package):
     assert running.steps.reused == 2 * (0 + 23 + 28)  # all but the last word of each answer, which was never read
 
 
-def test_what_was_warmed_up_with_is_in_no_text(package):
-    running = find_handler(package, ModelRunner(package), "").running(3, 0, 32)
+def test_what_was_warmed_up_with_is_in_no_text(package, runner):
+    running = find_handler(package, runner, "").running(3, 0, 32)
     assert running.warm()
     found = written(running, asks(PROMPTS[2:5], [6, 2, 9]), lambda step: ())
     model = gpt2()
@@ -201,8 +207,8 @@ def test_a_cache_takes_memory_when_it_is_written_to():
     assert psutil.Process().memory_info().rss - before < 64 << 20  # of 1 GiB
 
 
-def test_the_cache_has_a_bound(package, monkeypatch):
-    handler = find_handler(package, ModelRunner(package), "")
+def test_the_cache_has_a_bound(package, runner, monkeypatch):
+    handler = find_handler(package, runner, "")
     row = 2 * 2 * 32 * 4 * 100  # layers, keys and values, width, bytes, tokens
     running = handler.running(8, 3 * row + 17, 256)
     assert (running.rows, running.cache.nbytes) == (3, 3 * row)
@@ -554,8 +560,8 @@ def called_again(call):
     return replay, outputs
 
 
-def test_calls_filled_up_to_the_sizes_of_graphs_write_the_same_texts(package):
-    running = find_handler(package, ModelRunner(package), "").running(6, 0, 32)
+def test_calls_filled_up_to_the_sizes_of_graphs_write_the_same_texts(package, runner):
+    running = find_handler(package, runner, "").running(6, 0, 32)
     running.cache.recorded = recorded = Recorded(running.cache._filled, running.cache._past, called_again)
     running.warm()
     ready, texts = set(recorded.graphs), {}
