@@ -834,7 +834,8 @@ def test_openvino_keeps_keys_and_values(make, level, kept, most, tmp_path) -> No
     own = decoder_of(make())
     run = runs(work, runtime="openvino-stateful", weights=level, kv_cache=kept, guessing="prompt")
     found = quality.closeness(pieces, [quality.scores_of(run, piece, "cpu") for piece in pieces])
-    assert 0 < found.kl < most
+    assert found.kl < most
+    assert found.worst_kl > 0  # it is OpenVINO's; the mean may be 0 where neither computes in 16 bits
     assert not quality.astray(run, work.inputs[0], run(**work.inputs[0]), 8)
     as_given = 0.55 if probe_facts(work).has_bf16 else 1
     weights = {"as-given": as_given, "int4": 0.25}.get(level, 0.3) * limits.weights_read(work.model)
