@@ -217,14 +217,14 @@ def made_up(monkeypatch):
     async def overheads(self, setting):
         return Overheads(0.0, 0.0)
 
-    async def bracket(point, found, *rest, **more):
+    async def prove(package, point, costs, found, seconds, journal, on_progress, stop, expected, *rest):
         real = Costs({rows: (value,) for rows, value in World.truth.items()}, 0, 0)
         point.measured = capacity(point.setting.batching(), real, found.limit_s)[0]
 
     monkeypatch.setitem(capacity.__kwdefaults__, "requests", 1500)  # as few as those of the load tests
     monkeypatch.setattr(room, "calibrate", calibrate)
     monkeypatch.setattr(room._Search, "_overheads", overheads)
-    monkeypatch.setattr(room, "bracket", bracket)
+    monkeypatch.setattr(room, "prove", prove)
     return World
 
 
@@ -254,12 +254,12 @@ def test_others_are_tested_from_where_the_first_one_lets_expect_and_none_that_di
 ):
     begun, rows = [], []
 
-    async def bracket(point, found, journal, expected, to_beat, *, near, **rest):
-        begun.append(expected / point.predicted if near else None)
+    async def prove(package, point, costs, found, seconds, journal, on_progress, stop, expected, *rest):
+        begun.append(expected and expected / point.predicted)
         rows.append(point.setting.max_rows)
         point.measured = 0.97 * point.predicted
 
-    monkeypatch.setattr(room, "bracket", bracket)
+    monkeypatch.setattr(room, "prove", prove)
     made_up.costs = {rows: 0.0004 + 0.003 * rows for rows in range(1, 9)}
     asyncio.run(search(package, 0.1, most_rows=8, cores=1))
     assert begun[0] is None
@@ -299,14 +299,12 @@ def test_load_tests_end_where_they_know_enough(package, monkeypatch, truth, expe
         tested.append(rate)
         return OneTest(rate, rate <= truth, {"void": False}, ServerStats())
 
-    monkeypatch.setattr(room, "ServerProcess", Up)
-    monkeypatch.setattr(room, "load_test", one)
+    monkeypatch.setattr(proof, "ServerProcess", Up)
+    monkeypatch.setattr(proof, "_test", one)
     found = found_with({1: 0.01})
-    monkeypatch.setattr(room._Search, "_expected", lambda self, point: expected)
     point = Point(Setting(1, 1, max_rows=1), predicted=100.0)
-    variants = {"": Variant("", package)}
-    work = room._Search(found, variants, open_journal(None), print, asyncio.Event(), 1.0, 1, 1, ())
-    asyncio.run(work._prove(point, to_beat))
+    costs = found.branches[Branch(1, 1)].costs
+    asyncio.run(proof.prove(package, point, costs, found, 1.0, expected=expected, to_beat=to_beat))
     assert tested == pytest.approx(rates, rel=1e-3)
     assert point.measured == pytest.approx(measured, rel=1e-3)
 
@@ -374,10 +372,10 @@ def test_a_prediction_that_is_off_is_corrected(package, made_up):
 def test_a_server_that_fails_is_a_failure(package, made_up, monkeypatch):
     made_up.costs = made_up.truth = {1: 0.01, 2: 0.012, 4: 0.016}
 
-    async def bracket(*args, **rest):
+    async def prove(*args):
         raise ServerFailure("the server ended")
 
-    monkeypatch.setattr(room, "bracket", bracket)
+    monkeypatch.setattr(room, "prove", prove)
     found = asyncio.run(search(package, 0.1, most_rows=4, cores=1))
     assert not found.met
     assert {failure.why for failure in found.failures} == {"the server ended"}

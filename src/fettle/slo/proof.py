@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,11 +22,12 @@ from fettle.measure import Load, Surroundings
 from fettle.package.host import host_id
 from fettle.package.manifest import Package
 from fettle.package.settings import CostCurve, ServeSettings
-from fettle.slo.kept import Tested
+from fettle.slo.kept import Tested, package_key
 from fettle.slo.points import Outcome, Point, Proven, SearchResult, Setting
 from fettle.slo.server_process import ServerFailure, ServerProcess, ServerStats
 from fettle.slo.simulate import Costs, simulate
 from fettle.slo.stopping import Stopped
+from fettle.units import rate_text
 
 T = TypeVar("T")
 LATE = "the load generator was late itself in tests that failed: what was measured is a lower bound"
@@ -114,7 +115,40 @@ async def loaded(served: ServerProcess, requests: list[Request], due: np.ndarray
     return run
 
 
-async def load_test(
+async def prove(
+    package: Package, point: Point, costs: Costs, result: SearchResult, seconds: float, journal: Journal | None = None,
+    on_progress: Callable[[str], None] = lambda text: None, stop: asyncio.Event | None = None,
+    expected: float | None = None, to_beat: float = 0.0, trust: Sequence[str] = (),
+    around: Surroundings | None = None,
+) -> None:  # fmt: skip
+    """Open-loop load tests around the predicted capacity, as `bracket` has them.
+
+    They begin at `expected`, a rate that tests of a similar setting let expect, but not below `to_beat`, which another
+    setting has shown; where this one does not keep that rate they end, however much worse it is. Raises
+    `ServerFailure` where the server fails, and `Stopped`.
+    """
+    setting, limit_s = point.setting, result.limit_s
+    settings = serve_settings(package.settings, setting, costs, limit_s)
+    watch = around or Surroundings(stopped=stop.is_set if stop is not None else lambda: False)
+
+    def on_test(rate: float) -> None:
+        if stop is not None and stop.is_set():
+            raise Stopped
+        on_progress(f"{rate_text(rate)} requests/s on {setting}")
+
+    def key(rate: float) -> str:
+        return f"test {package_key(package)} {setting} {rate:.6g}/s {load_test_s(rate, seconds):.6g}s {limit_s:g}s"
+
+    await bracket(
+        point, result, journal or Journal(), expected or point.predicted, to_beat, near=bool(expected), key=key,
+        start=lambda: ServerProcess.start(package, settings, trust, watch.stopped), on_test=on_test, around=watch,
+        test=lambda served, rate: _test(
+            served, package, point, costs, rate, load_test_s(rate, seconds), limit_s, stop
+        ),
+    )  # fmt: skip
+
+
+async def _test(
     served: ServerProcess, package: Package, point: Point, costs: Costs, rate: float, seconds: float, limit_s: float,
     stop: asyncio.Event | None,
 ) -> Tested:  # fmt: skip

@@ -23,11 +23,11 @@ from fettle.measure import Load, Surroundings
 from fettle.package.manifest import Package
 from fettle.procs.limits import granted_memory_bytes
 from fettle.slo.calibrate import Calibration, calibrate
-from fettle.slo.kept import Tested, open_journal, package_key
+from fettle.slo.kept import open_journal, package_key
 from fettle.slo.outcome import explain, front, how_much_slower
 from fettle.slo.overheads import Overheads, measure_overheads
 from fettle.slo.points import Branch, Failure, Measured, Point, SearchResult, Setting, Variant
-from fettle.slo.proof import bracket, load_test, load_test_s, sample_requests, serve_settings, watched
+from fettle.slo.proof import load_test_s, prove, sample_requests, serve_settings, watched
 from fettle.slo.ranking import Known, between, rank, worker_splits
 from fettle.slo.server_process import ServerFailure, ServerProcess
 from fettle.slo.simulate import capacity, simulate
@@ -302,35 +302,15 @@ class _Search:
         return point.predicted * factor if like else None
 
     async def _prove(self, point: Point, to_beat: float) -> None:
-        """Load tests around the predicted capacity, as `bracket` has them, from a rate that tests of a like setting let
-        expect, where there were any. Raises `Stopped`."""
-        setting, limit_s = point.setting, self.result.limit_s
-        self._tested.add(setting)
-        self.progress(f"load tests of {setting}, predicted {rate_text(point.predicted)} requests/s")
-        package = self.variants[setting.variant].package
-        costs, expected = self.result.branches[setting.branch].costs, self._expected(point)
-        settings = serve_settings(package.settings, setting, costs, limit_s)
-
-        def key(rate: float) -> str:
-            seconds = load_test_s(rate, self.seconds)
-            return f"test {package_key(package)} {setting} {rate:.6g}/s {seconds:.6g}s {limit_s:g}s"
-
-        def on_test(rate: float) -> None:
-            self._check()
-            self.progress(f"{rate_text(rate)} requests/s on {setting}")
-
-        async def test(served: ServerProcess, rate: float) -> Tested:
-            seconds = load_test_s(rate, self.seconds)
-            return await load_test(served, package, point, costs, rate, seconds, limit_s, self.stop)
-
+        self._tested.add(point.setting)
+        self.progress(f"load tests of {point.setting}, predicted {rate_text(point.predicted)} requests/s")
+        package = self.variants[point.setting.variant].package
+        costs, expected = self.result.branches[point.setting.branch].costs, self._expected(point)
         try:
-            await bracket(
-                point, self.result, self.journal, expected or point.predicted, to_beat, near=bool(expected), key=key,
-                start=lambda: ServerProcess.start(package, settings, self.trust, self.stop.is_set), test=test,
-                on_test=on_test, around=self._around,
-            )  # fmt: skip
+            await prove(package, point, costs, self.result, self.seconds, self.journal, self.progress, self.stop,
+                        expected, to_beat, self.trust, self._around)  # fmt: skip
         except ServerFailure as failure:
-            self.result.failures.append(Failure(str(setting), str(failure)))
+            self.result.failures.append(Failure(str(point.setting), str(failure)))
 
     # -- result ------------------------------------------------------------------------------------------------------
 
