@@ -822,7 +822,7 @@ def test_four_bits_are_where_the_limit_allows_and_the_choice_is_kept() -> None:
         pytest.param(llama, "as-given", "as-given", 0.01, marks=pytest.mark.slow),
         pytest.param(llama, "int4", "int8", 0.3, marks=pytest.mark.slow),
         pytest.param(gpt2, "int8", "as-given", 0.02, marks=pytest.mark.slow),
-        (llama, "int8-dynamic", "int8", 0.03),
+        pytest.param(llama, "int8-dynamic", "int8", 0.03, marks=pytest.mark.slow),
         (gpt2, "as-given", "int8", 0.02),
     ],
 )

@@ -241,8 +241,9 @@ def test_it_may_compute_in_another_type(tmp_path, how):
 
 @pytest.mark.parametrize(
     ("make", "level"),
-    [(gpt2, "int8-blocks"), (llama, "int4-blocks"),
-     *(pytest.param(*one, marks=pytest.mark.slow) for one in ((llama, "int8-blocks"), (gpt2, "int4-blocks")))],
+    [(llama, "int4-blocks"),
+     *(pytest.param(*one, marks=pytest.mark.slow)
+       for one in ((gpt2, "int8-blocks"), (llama, "int8-blocks"), (gpt2, "int4-blocks")))],
 )  # fmt: skip
 def test_weights_may_be_held_in_few_bits(tmp_path, make, level):
     """As a study of texts finds it: what keeps keys and values, and guesses, is the server's own business."""

@@ -89,7 +89,11 @@ class Adding(torch.nn.Module):
         return batch
 
 
-@pytest.mark.parametrize("recipe", ["precision=bf16", "runtime=openvino", "compile=default grad=inference_mode"])
+@pytest.mark.parametrize(
+    "recipe",
+    ["precision=bf16", "runtime=openvino",
+     pytest.param("compile=default grad=inference_mode", marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_a_model_may_answer_in_the_dictionary_that_it_is_given(tmp_path, recipe):
     model, x = Adding().eval(), torch.rand(2, 4)
     package = write_package(Workload(model, [({"x": x},)]), Recipe.parse(recipe), tmp_path / "p", name="p")
