@@ -47,12 +47,16 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=600.0, help="seconds for each tuning")
     parser.add_argument("--max-metric-drop", type=float, help="judge by the workload's metric, which may fall so far")
     parser.add_argument("--rounds", type=int, default=15, help="most rounds of the final race")
+    parser.add_argument("--trial-timeout", type=float, default=900.0, help="longest time for a peer to get ready, s")
     parser.add_argument("--summary", action="store_true", help="print the table of what was measured before")
     options = parser.parse_args()
     machine = re.sub(r"[^a-z0-9]+", "-", this_machine().summary.lower()).strip("-")
     folder = HERE / "results" / "peers" / machine
     for name in options.workloads:
-        found = measure(name, options.budget, options.rounds, max_metric_drop=options.max_metric_drop)
+        found = measure(
+            name, options.budget, options.rounds, max_metric_drop=options.max_metric_drop,
+            trial_timeout_s=options.trial_timeout,
+        )  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{name.replace(':', '-')}.json").write_text(json.dumps(found, indent=1) + "\n")
         show(found)
@@ -68,6 +72,7 @@ def _with_choices(result: Result) -> RecipeFile:
 def measure(
     name: str, budget_s: float, rounds: int, target: str = "", kept: Path | None = None,
     peers: Mapping[str, str] = PEERS, max_metric_drop: float | None = None,
+    trial_timeout_s: float = 900.0,
 ) -> dict:  # fmt: skip
     """Tune one workload, then race its winner with the peers. Its study is left in `kept`, and goes on from there."""
     file, _, factory = name.partition(":")
@@ -88,8 +93,9 @@ def measure(
     limits = Limits(max_error=result.limits.max_error, max_metric_drop=max_metric_drop)
     # The slowest go out of the race at the first look; what is left decides between the winner and the best peer.
     compared = bench(
-        target, [_with_choices(result), *recipes], limits=limits, max_rounds=rounds, settle=False, on_progress=_tell
-    )
+        target, [_with_choices(result), *recipes], limits=limits, max_rounds=rounds, settle=False, on_progress=_tell,
+        trial_timeout_s=trial_timeout_s,
+    )  # fmt: skip
     base, fettle_trial, *peer_trials = compared.trials
     rows = {label: row(trial, fettle_trial, base) for label, trial in zip(labels, peer_trials, strict=True)}
     able = [trial for trial in peer_trials if trial.status == "measured"]

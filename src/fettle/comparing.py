@@ -121,6 +121,7 @@ def bench(
     limits: Limits | None = None,
     confidence: float = 0.95,
     budget_s: float | None = None,
+    trial_timeout_s: float = Options.trial_timeout_s,
     max_rounds: int = Rules.max_rounds,
     slice_s: float = Rules.slice_s,
     settle: bool = True,
@@ -139,15 +140,15 @@ def bench(
     `model`, `inputs`, `call`, `metric` and `mode` are what `fettle.tune` takes: a live model with inputs, a `Workload`,
     a `TrainingWorkload`, or ``"file.py:factory"``. A recipe is a `Recipe`, its text, or the path of a ``recipe.toml``;
     one or several; those that need several ranks have `nproc` of them. The `limits` are those of `fettle.tune`, and a
-    recipe that breaks one is rejected. `budget_s` is the time for the whole race, None
-    or 0 for no limit. With `settle` the race goes on until each verdict is known; without, until the fastest is. With
-    `under_load` time elapsed beside whatever else the machine does is compared; with `polite` no slice goes before
-    other processes' work. Raises `UsageError` for a recipe that cannot work here.
+    recipe that breaks one is rejected. `budget_s` is the time for the whole race, None or 0 for no limit; a recipe that
+    is not ready within `trial_timeout_s` has failed. With `settle` the race goes on until each verdict is known;
+    without, until the fastest is. With `under_load` time elapsed beside whatever else the machine does is compared;
+    with `polite` no slice goes before other processes' work. Raises `UsageError` for a recipe that cannot work here.
     """
     several: Sequence[Any] = recipes if isinstance(recipes, (list, tuple)) else [recipes]
     options = Options(
         limits=limits or Limits(), budget_s=budget_s, confidence=confidence, nproc=nproc, under_load=under_load,
-        polite=polite, effort=Effort(slice_s, max_rounds, REPLICATES),
+        polite=polite, trial_timeout_s=trial_timeout_s, effort=Effort(slice_s, max_rounds, REPLICATES),
     )  # fmt: skip
     workload = workload_of(model, inputs, call, metric, mode)
     return _race(workload, several, options, on_progress, settle=settle)

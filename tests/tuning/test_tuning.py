@@ -336,6 +336,11 @@ def test_bench_of_the_baseline_against_itself_and_json(
     assert trials[1]["verdict"] in ("same", "cannot tell", "faster", "slower")
 
 
+def test_bench_has_the_trial_timeout_of_tune(work: Path, run_fettle: Run) -> None:
+    said = run_fettle("bench", work, "--recipe", "precision=bf16", "--trial-timeout", "0.5s")
+    assert said.code == 2 and "the trial timeout must be 1 s or more, and is 0.5 s" in said.err
+
+
 def test_recipe_texts() -> None:
     recipe = Recipe.parse("precision=bf16, compile=default")
     assert Recipe.parse(str(recipe)) == recipe

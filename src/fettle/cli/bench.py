@@ -55,6 +55,7 @@ def command(
     confidence: Annotated[float, typer.Option(help="share of intervals that hold the true ratio")] = 0.95,
     rounds: Annotated[int, typer.Option(help="most rounds of the race")] = 48,
     budget: Annotated[str, typer.Option(help="time for the whole race, for example 2m; 0 for no limit")] = "0",
+    trial_timeout: _options.TrialTimeout = "15m",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="gate: folder of its history; default fettle-gate")
     ] = None,
@@ -73,10 +74,11 @@ def command(
     fettle bench model.py --bisect v1.2..HEAD --fail-slower 5%
     """
     is_gate = bool(against or against_python or bisect)
+    races = ("--recipe", "--max-error", "--max-metric-drop", "--trial-timeout")
     gates = ("--fail-slower", "--fail-memory", "--processes", "--link", "--output", "--markdown", "--same-environment")
     _options.check_given(
         ctx,
-        (is_gate, ("--recipe", "--max-error", "--max-metric-drop"), "for recipes: revisions run as they are"),
+        (is_gate, races, "for recipes: revisions run as they are"),
         (not is_gate, gates, "for a gate: name what to compare with, --against REVISION"),
         (bool(bisect), ("--fail-memory", "--processes"), "for --against: --bisect looks for what made it slower"),
     )
@@ -111,6 +113,7 @@ def command(
             target, recipe or ["baseline"], on_progress=show, mode=mode, nproc=nproc, confidence=confidence,
             limits=limits_given(max_error=max_error, max_metric_drop=max_metric_drop), max_rounds=rounds,
             budget_s=_options.duration_s(budget, "--budget") or None, under_load=under_load, polite=polite,
+            trial_timeout_s=_options.duration_s(trial_timeout, "--trial-timeout"),
         )  # fmt: skip
     _show.answer(as_json, lambda: comparison_json(comparison), lambda out: _show.print_comparison(out, comparison))
     _show.leave(interrupted=comparison.interrupted, missed=comparison.failed)
